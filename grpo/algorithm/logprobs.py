@@ -119,22 +119,55 @@ class CompletionScorer(nn.Module):
 
         In chunks of tokens where tokens x vocabulary is large. The number of tokens is rounded up to one of few sizes.
         """
-        N, head, kind = len(before_N), self.model.get_output_embeddings(), hidden_MH.device.type
-        padding = 0, few_sizes(N) - N
-        labels_N, hidden_NH = F.pad(labels_N, padding), hidden_MH[F.pad(before_N, padding)]
+        N = len(before_N)
+        padding = (0, few_sizes(N) - N)
+        hidden_NH = hidden_MH[F.pad(before_N, padding)]
+        labels_N = F.pad(labels_N, padding)
         if allowed is not None:
             allowed = AllowedTokens(allowed.ids_K, F.pad(allowed.counts, padding))
-        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else head.weight.dtype
-        doubles = fast_paths.is_on(fast_paths.SCORES) and autocast.itemsize == 2
-        logits = LOGITS_PER_CHUNK_ON_CUDA << doubles if kind == "cuda" else LOGITS_PER_CHUNK
-        n = -(-logits // head.weight.shape[0])
-        if len(hidden_NH) <= n:
-            logits_NV = keep_only_(head(hidden_NH), allowed, self.temperature)
-            scored = _ScoreLogits.apply(logits_NV, labels_N, self.temperature)
-        else:
-            inputs = hidden_NH, head.weight, head.bias, labels_N, self.temperature, n
-            scored = _ScoreHiddenInChunks.apply(*inputs, autocast, allowed)
-        return scored[0][:N], scored[1][:N]
+        head = self.model.get_output_embeddings()
+        logprobs_N, entropies_N = score_hidden(head, hidden_NH, labels_N, allowed, self.temperature)
+        return logprobs_N[:N], entropies_N[:N]
+
+
+def score_hidden(
+    head: nn.Linear,
+    hidden_NH: Tensor,
+    labels_N: Tensor,
+    allowed: AllowedTokens | None,
+    temperature: float,
+) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies of the labels, in chunks of tokens where tokens x vocabulary is large."""
+    n = tokens_per_chunk(head)
+    if len(hidden_NH) <= n:
+        logits_NV = keep_only_(head(hidden_NH), allowed, temperature)
+        return _ScoreLogits.apply(logits_NV, labels_N, temperature)
+    return _ScoreHiddenInChunks.apply(
+        hidden_NH,
+        head.weight,
+        head.bias,
+        labels_N,
+        temperature,
+        n,
+        _product_dtype(head),
+        allowed,
+    )
+
+
+def tokens_per_chunk(head: nn.Linear) -> int:
+    """Most tokens whose logits are in memory at once."""
+    logits = LOGITS_PER_CHUNK
+    if head.weight.device.type == "cuda":
+        logits = LOGITS_PER_CHUNK_ON_CUDA
+        if fast_paths.is_on(fast_paths.SCORES) and _product_dtype(head).itemsize == 2:
+            logits *= 2
+    return -(-logits // head.weight.shape[0])
+
+
+def _product_dtype(head: nn.Linear) -> torch.dtype:
+    """The dtype of the head's logits, which autocast may choose."""
+    kind = head.weight.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else head.weight.dtype
 
 
 def keep_only_(logits_NV: Tensor, allowed: AllowedTokens | None, temperature: float) -> Tensor:
@@ -170,6 +203,7 @@ class _ScoreLogits(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits_NV, labels_N, temperature):
+        logits_NV = logits_NV.detach()  # a tensor that requires a gradient would be compiled apart
         with torch.autocast(logits_NV.device.type, enabled=False):
             logprobs_N, entropies_N, normalizers_N = _score(logits_NV, labels_N, temperature)
         ctx.save_for_backward(logits_NV, labels_N, normalizers_N)

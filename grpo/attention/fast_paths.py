@@ -1,11 +1,8 @@
-"""Faster ways to compute on CUDA, by ``torch.compile``: off until a check has found them right.
+"""Functions that ``torch.compile`` makes faster on CUDA, in parts that are switched on by name.
 
-Each part named below has plain code beside it, which computes the same on every device. A run's start compares both
-with the run's own model (:func:`prove`), and keeps to the plain code, with a line, where they differ or where the
-faster way raises an error: without a C compiler, or in a version of PyTorch that lacks it. With
-``runtime.deterministic`` all parts stay off; with ``TORCHDYNAMO_DISABLE=1`` nothing is compiled.
-
-What an H100 has shown of each part: ``benchmarks/results/h100.md``. Tests compile the same functions for the CPU.
+All parts are off until a check has compared them with the same functions without the compiler:
+log-probs at a run's start (:mod:`grpo.run.proofs`), decode steps where a CUDA graph is checked
+(:mod:`grpo.rollout.cuda_graphs`). What an H100 has shown of each: ``benchmarks/results/h100.md``.
 """
 
 from __future__ import annotations
@@ -13,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -23,10 +20,24 @@ SCORES = "compiled log-probs"
 STEP = "compiled decode steps"
 
 _on: set[str] = set()
+_beyond_limit: set[str] = set()
+"""Parts that have reached dynamo's limit of compilations, and stay off."""
+
+
+def may_use(device: torch.device) -> bool:
+    """False where nothing is to be compiled."""
+    if device.type != "cuda" or torch.are_deterministic_algorithms_enabled():
+        return False
+    return os.environ.get("TORCHDYNAMO_DISABLE") != "1"
 
 
 def is_on(part: str) -> bool:
     return part in _on
+
+
+def switch_on(*parts: str) -> None:
+    _on.update(parts)
+    _on.difference_update(_beyond_limit)
 
 
 @contextlib.contextmanager
@@ -34,30 +45,48 @@ def only(*parts: str) -> Iterator[None]:
     """Inside the block these parts are on and all others off."""
     before = set(_on)
     _on.clear()
-    _on.update(parts)
+    switch_on(*parts)
     try:
         yield
     finally:
         _on.clear()
-        _on.update(before)
+        switch_on(*before)
 
 
-@contextlib.contextmanager
-def without(part: str) -> Iterator[None]:
-    with only(*_on - {part}):
-        yield
+def reset() -> None:
+    """Switch all parts off and forget what has been compiled, before another run of this process."""
+    _on.clear()
+    _beyond_limit.clear()
+    if _compile.cache_info().currsize:
+        _compile.cache_clear()
+        torch._dynamo.reset()
 
 
 def compiled(part: str) -> Callable[[Callable], Callable]:
-    """Decorates a function of tensors: ``torch.compile`` of it while the part is on, itself otherwise.
+    """Decorates a function of tensors that all have the rows of a batch as their first dimension.
 
-    The function must call no other decorated one, or it would be compiled again whenever that one's part is switched.
+    While the part is on, ``torch.compile`` of the function is called: one variant for all numbers
+    of rows, one for each combination of other sizes, strides, dtypes and remaining arguments. No
+    tensor may require a gradient, which would be another variant.
     """
 
     def decorate(function: Callable) -> Callable:
         @functools.wraps(function)
         def call(*args: Any) -> Any:
-            return (_compile(function, part) if part in _on else function)(*args)
+            # Dynamo never treats 0 and 1 as dynamic sizes.
+            if part not in _on or len(args[0]) < 2:
+                return function(*args)
+            for x in args:
+                if isinstance(x, Tensor):
+                    torch._dynamo.mark_dynamic(x, 0)
+            try:
+                return _compile(function)(*args)
+            except torch._dynamo.exc.FailOnRecompileLimitHit:
+                _on.discard(part)
+                _beyond_limit.add(part)
+                limit = torch._dynamo.config.recompile_limit
+                print(f"note      without {part} from now on ({limit} variants are dynamo's limit)", flush=True)
+                return function(*args)
 
         return call
 
@@ -65,48 +94,6 @@ def compiled(part: str) -> Callable[[Callable], Callable]:
 
 
 @functools.cache
-def _compile(function: Callable, part: str) -> Callable:
-    """Compiled at its first call, with dynamic shapes."""
-    return torch.compile(function, dynamic=True)
-
-
-def switch_off(*parts: str) -> None:
-    """An earlier run of this process may have left them on."""
-    _on.difference_update(parts)
-
-
-def may_use(device: torch.device) -> bool:
-    """False where no part is to be tried."""
-    return device.type == "cuda" and not torch.are_deterministic_algorithms_enabled()
-
-
-def prove(
-    part: str, compute: Callable[[], Iterable[Tensor]], tolerance: float, agree: Callable[[bool], bool] = bool
-) -> list[str]:
-    """Switch a part on if ``compute()`` gives the tensors of the plain code; else return a line that says why not.
-
-    Args:
-        compute: the tensors, with the parts that are on.
-        tolerance: most root mean square of the differences, relative to the standard deviation of the plain values.
-        agree: turns this rank's verdict into that of all ranks.
-    """
-    reason = "it failed on another rank"
-    try:
-        with only():
-            expected = list(compute())
-        _on.add(part)
-        if part == SCORES and os.environ.get("TORCHDYNAMO_DISABLE") == "1":
-            raise RuntimeError("TORCHDYNAMO_DISABLE=1, and without a compiler it takes more memory")
-        for plain, found in zip(expected, compute(), strict=True):
-            if plain.numel() < 2:  # a rank's share may be empty, and one number has no standard deviation
-                continue
-            error = (found.double() - plain.double()).square().mean().sqrt() / plain.double().std().clamp(min=1e-30)
-            if not error <= tolerance:
-                raise ArithmeticError(f"its results differ by {float(error):.2g}")
-        is_right = True
-    except Exception as error:  # of a compiler or kernel that is not ours; or memory runs out
-        is_right, reason = False, (str(error).strip() or type(error).__name__).splitlines()[0]
-    if agree(is_right):
-        return []
-    _on.discard(part)
-    return [f"note      without {part} ({reason})"]
+def _compile(function: Callable) -> Callable:
+    """The function, compiled at its first call. With ``fullgraph`` dynamo's limit is an error."""
+    return torch.compile(function, fullgraph=True)

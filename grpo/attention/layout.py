@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 
 @dataclass(frozen=True)
@@ -27,9 +28,9 @@ class Tile:
     """Tokens of the longest row."""
     slots_n: Tensor | None
     """Index of each token in the padded ``[rows * width]`` tensor; None if all rows are equally long."""
-    prompt_R: Tensor | None = None
-    """Index of the prompt that each completion continues; None for the tile of the prompts."""
-    prompt_lengths_R: Tensor | None = None
+    prompt_R: Tensor
+    """Index of the prompt that each row is or continues."""
+    prompt_lengths_R: Tensor
     """Tokens of that prompt."""
 
     def visible_RCS(self, P: int) -> Tensor:
@@ -37,10 +38,13 @@ class Tile:
 
         ``P``: tokens of the longest prompt of the row.
         """
-        R, C, device = self.rows, self.width, self.prompt_R.device
-        sees_prompt_RP = torch.arange(P, device=device) < self.prompt_lengths_R[:, None]
-        causal_CC = torch.ones(C, C, dtype=torch.bool, device=device).tril()
-        return torch.cat([sees_prompt_RP[:, None, :].expand(R, C, P), causal_CC.expand(R, C, C)], dim=-1)
+        C = self.width
+        device = self.prompt_R.device
+        is_prompt_RP = torch.arange(P, device=device) < self.prompt_lengths_R[:, None]
+        is_prompt_RCP = is_prompt_RP[:, None].expand(-1, C, -1)
+        is_earlier_CC = torch.ones(C, C, dtype=torch.bool, device=device).tril()
+        is_earlier_RCC = is_earlier_CC.expand(self.rows, -1, -1)
+        return torch.cat([is_prompt_RCP, is_earlier_RCC], dim=-1)
 
     def pad(self, x_nHD: Tensor) -> Tensor:
         """``[n, H, D]`` to ``[R, C, H, D]``, zeros at the padding."""
@@ -52,7 +56,9 @@ class Tile:
     def unpad(self, x_RCHD: Tensor) -> Tensor:
         """``[R, C, H, D]`` to ``[n, H, D]``."""
         flat = x_RCHD.flatten(0, 1)
-        return flat if self.slots_n is None else _GatherRows.apply(flat, self.slots_n)
+        if self.slots_n is None:
+            return flat
+        return _GatherRows.apply(flat, self.slots_n)
 
 
 @dataclass(frozen=True)
@@ -63,20 +69,19 @@ class PackedLayout:
     positions_1N: Tensor
     before_M: Tensor
     """Index in the row of the token before each scored token, whose logits score it, in the order of the batch."""
-    tiles: tuple[Tile, ...]
+    tiles: list[Tile]
     """The tile of the prompts first."""
-    sizes: tuple[int, ...]
+    sizes: list[int]
     """Tokens of each tile, and of the padding at the end of the row."""
-    lengths: tuple[int, ...]
-    """Tokens of each prompt and of each completion, in the order of the row."""
-    prompts: tuple[int, ...]
-    """Number of the prompt of each."""
-    masks: dict[Any, Any] = field(default_factory=dict)
+    masks: dict[Any, Tensor] = field(default_factory=dict)
     """Attention masks, built by the first layer and used by all."""
 
 
 def pack(
-    sequence_ids_BS: Tensor, prompt_lengths_B: Sequence[int], lengths_B: Sequence[int], groups_B: Sequence[int]
+    sequence_ids_BS: Tensor,
+    prompt_lengths_B: Sequence[int],
+    lengths_B: Sequence[int],
+    groups_B: Sequence[int],
 ) -> PackedLayout:
     """Pack the rows of a micro-batch, on its device.
 
@@ -86,45 +91,56 @@ def pack(
         lengths_B: tokens of each completion.
         groups_B: rows with the same number have the same prompt.
     """
-    device, S = sequence_ids_BS.device, sequence_ids_BS.shape[1]
+    device = sequence_ids_BS.device
+    S = sequence_ids_BS.shape[1]
     prompt_of_group = {group: u for u, group in enumerate(dict.fromkeys(groups_B))}
     prompt_B = [prompt_of_group[group] for group in groups_B]
     row_of_prompt = {u: b for b, u in enumerate(prompt_B)}  # any row of its group
-    lengths_U = torch.tensor([prompt_lengths_B[b] for b in row_of_prompt.values()])
+    prompt_lengths = [prompt_lengths_B[b] for b in row_of_prompt.values()]
 
-    # (row of the batch, first token, end) of each run of tokens, in the packed order
+    # Each run of tokens in the packed order: the row of the batch, the first token and the end.
     spans = [(b, 0, prompt_lengths_B[b]) for b in row_of_prompt.values()]
-    tiles, sizes = [_tile(lengths_U.tolist(), device)], [int(lengths_U.sum())]
-    start_of_completion, end = {}, sizes[0]
-    for rows in _similar_lengths([max(n - 1, 0) for n in lengths_B]):
-        lengths_R = [lengths_B[b] - 1 for b in rows]
-        tiles.append(_tile(lengths_R, device, torch.tensor([prompt_B[b] for b in rows]), lengths_U))
-        sizes.append(sum(lengths_R))
-        for b, length in zip(rows, lengths_R, strict=True):
-            spans.append((b, prompt_lengths_B[b], prompt_lengths_B[b] + length))
+    tiles = [_tile(prompt_lengths, range(len(prompt_lengths)), prompt_lengths, device)]
+    sizes = [sum(prompt_lengths)]
+    start_of_completion = {}
+    end = sizes[0]
+    for rows in _similar_lengths([n - 1 for n in lengths_B]):
+        lengths = [lengths_B[b] - 1 for b in rows]
+        tiles.append(_tile(lengths, [prompt_B[b] for b in rows], prompt_lengths, device))
+        sizes.append(sum(lengths))
+        for b, length in zip(rows, lengths, strict=True):
+            first = prompt_lengths_B[b]
+            spans.append((b, first, first + length))
             start_of_completion[b] = end
             end += length
 
-    last_U = lengths_U.cumsum(0) - 1
+    last_U = torch.tensor(prompt_lengths).cumsum(0) - 1
     before = [last_U[:0]]
-    for b, (u, length) in enumerate(zip(prompt_B, lengths_B, strict=True)):
+    for b, length in enumerate(lengths_B):
         if length:
-            before += [last_U[u : u + 1], torch.arange(length - 1) + start_of_completion.get(b, 0)]
-    source_N = torch.cat([torch.arange(b * S + start, b * S + end) for b, start, end in spans])
-    positions_N = torch.cat([torch.arange(start, end) for _, start, end in spans])
+            before.append(last_U[prompt_B[b]][None])
+        if length > 1:
+            before.append(torch.arange(length - 1) + start_of_completion[b])
+
+    source_N = torch.cat([torch.arange(first, end) + b * S for b, first, end in spans])
+    positions_N = torch.cat([torch.arange(first, end) for _, first, end in spans])
     ids_N = sequence_ids_BS.flatten()[source_N.to(device)]
-    prompts = [prompt_B[b] for b, *_ in spans]
-    lengths = [end - start for _, start, end in spans]
-    return _padded(ids_N, positions_N.to(device), torch.cat(before).to(device), tiles, sizes, lengths, prompts)
+    # Rows have few different lengths: kernels are made for each.
+    sizes.append(few_sizes(len(ids_N)) - len(ids_N))
+    return PackedLayout(
+        ids_1N=F.pad(ids_N, (0, sizes[-1]))[None],
+        positions_1N=F.pad(positions_N.to(device), (0, sizes[-1]))[None],
+        before_M=torch.cat(before).to(device),
+        tiles=tiles,
+        sizes=sizes,
+    )
 
 
 def pack_prompts(prompts: Sequence[Sequence[int]], device: torch.device | str) -> PackedLayout:
-    """Prompts without completions, for the prefill; ``before_M`` is the last token of each."""
+    """Pack prompts for the prefill: completions of one token each, so ``before_M`` is the last token of each prompt."""
+    ids_BS = pad_sequence([torch.tensor(prompt) for prompt in prompts], batch_first=True)
     lengths = [len(prompt) for prompt in prompts]
-    ids_N = torch.tensor([token for prompt in prompts for token in prompt], device=device)
-    positions_N = torch.cat([torch.arange(n) for n in lengths]).to(device)
-    last_U = torch.tensor(lengths).cumsum(0).sub(1).to(device)
-    return _padded(ids_N, positions_N, last_U, [_tile(lengths, device)], [sum(lengths)], lengths, range(len(lengths)))
+    return pack(ids_BS.to(device), lengths, [1] * len(prompts), range(len(prompts)))
 
 
 def few_sizes(size: int) -> int:
@@ -133,35 +149,38 @@ def few_sizes(size: int) -> int:
     return -(-size // step) * step
 
 
-def _padded(
-    ids_N, positions_N, before_M, tiles: list[Tile], sizes: list[int], lengths: list[int], prompts: Sequence[int]
-) -> PackedLayout:
-    """The layout, with padding tokens at the end of the row so that rows have few different lengths."""
-    padding = few_sizes(len(ids_N)) - len(ids_N)
-    ids_1N, positions_1N = (F.pad(x, (0, padding))[None, :] for x in (ids_N, positions_N))
-    all_sizes = (*sizes, padding)
-    return PackedLayout(ids_1N, positions_1N, before_M, tuple(tiles), all_sizes, tuple(lengths), tuple(prompts))
-
-
 def _similar_lengths(lengths: Sequence[int]) -> list[list[int]]:
-    """Nonempty rows, longest first, in tiles of lengths of at least 3/4 of the longest, or of the longest - 16."""
+    """Rows with tokens, longest first, in tiles of lengths of at least 3/4 of the longest, or of the longest - 16."""
     tiles: list[list[int]] = []
-    for b in sorted((b for b, length in enumerate(lengths) if length), key=lambda b: -lengths[b]):
-        if not tiles or lengths[b] < min(0.75 * lengths[tiles[-1][0]], lengths[tiles[-1][0]] - 16):
+    shortest = 0
+    for b in sorted(range(len(lengths)), key=lambda b: -lengths[b]):
+        if lengths[b] <= 0:
+            break
+        if not tiles or lengths[b] < shortest:
             tiles.append([])
+            shortest = min(0.75 * lengths[b], lengths[b] - 16)
         tiles[-1].append(b)
     return tiles
 
 
-def _tile(lengths_R: list[int], device: torch.device | str, prompt_R=None, prompt_lengths_U=None) -> Tile:
-    """A tile of completions, or, without ``prompt_R``, of the prompts."""
-    R, C = len(lengths_R), max(lengths_R)
+def _tile(
+    lengths: Sequence[int],
+    prompts: Sequence[int],
+    prompt_lengths: Sequence[int],
+    device: torch.device,
+) -> Tile:
+    C = max(lengths)
     slots_n = None
-    if min(lengths_R) < C:
-        slots_n = torch.cat([torch.arange(r * C, r * C + n) for r, n in enumerate(lengths_R)]).to(device)
-    if prompt_R is None:
-        return Tile(R, C, slots_n)
-    return Tile(R, C, slots_n, prompt_R.to(device), prompt_lengths_U[prompt_R].to(device))
+    if min(lengths) < C:
+        slots = [torch.arange(length) + r * C for r, length in enumerate(lengths)]
+        slots_n = torch.cat(slots).to(device)
+    return Tile(
+        rows=len(lengths),
+        width=C,
+        slots_n=slots_n,
+        prompt_R=torch.tensor(prompts, device=device),
+        prompt_lengths_R=torch.tensor([prompt_lengths[u] for u in prompts], device=device),
+    )
 
 
 class _GatherRows(torch.autograd.Function):
@@ -175,4 +194,6 @@ class _GatherRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return grad.new_zeros(ctx.size, *grad.shape[1:]).index_copy_(0, ctx.saved_tensors[0], grad), None
+        (index,) = ctx.saved_tensors
+        zeros = grad.new_zeros(ctx.size, *grad.shape[1:])
+        return zeros.index_copy_(0, index, grad), None

@@ -76,7 +76,7 @@ def prepare(config: Config, world: World, objects: Objects | None = None) -> Run
 
 
 def _prepare(config: Config, world: World, objects: Objects | None, on_failure: contextlib.ExitStack) -> Run | None:
-    fast_paths.switch_off(fast_paths.SCORES, fast_paths.STEP)  # until this run has proved them
+    fast_paths.reset()
     ends_process = objects is None or not world.is_alone
     objects = objects or Objects()
     ignore_save_signal()

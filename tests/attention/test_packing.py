@@ -143,7 +143,7 @@ def test_completions_of_very_unlike_lengths_are_in_tiles_of_their_own():
     ids_BS = torch.zeros(9, 110, dtype=torch.long)
     packed = pack(ids_BS, [5] * 9, [n + 1 for n in lengths], [0] * 9)
     assert [(tile.rows, tile.width) for tile in packed.tiles] == [(1, 5), (3, 100), (2, 74), (2, 40), (2, 8)]
-    assert packed.sizes == (5, 277, 134, 79, 10, 7)  # and 7 tokens of padding
+    assert packed.sizes == [5, 277, 134, 79, 10, 7]  # and 7 tokens of padding
 
 
 def test_groups_are_cut_by_their_packed_tokens():
