@@ -65,11 +65,10 @@ class ForkedCache:
         """The prompt of each row."""
         self.start_R = torch.zeros_like(prompt_R)
         """Index of each row's first own token in the buffers."""
-        # Zeros, here and below: what is masked counts 0 times its value, and memory may hold NaN.
-        for layer, prompts in self.prompts.items():
-            self.own[layer] = tuple(
-                x_UKPD.new_zeros(len(prompt_R), x_UKPD.shape[1], self.capacity, x_UKPD.shape[3]) for x_UKPD in prompts
-            )
+        # Zeros, because what is masked counts 0 times its value: other memory may hold NaN.
+        self.own = dict(self.prompts)
+        R = len(prompt_R)
+        _replace(self.own, lambda x: x.new_zeros(R, x.shape[1], self.capacity, x.shape[3]))
         self._update_layout()
 
     @property
@@ -145,15 +144,13 @@ class ForkedCache:
         # All rows end at the same index, whatever their number of tokens.
         end = int((self.length - self.start_R + new_R).max())
         shift_R = end - new_R - self.length
-        index_C = torch.arange(end, device=new_R.device)
-        source_RC = (index_C - shift_R[:, None]).clamp(0, max(self.length - 1, 0))
-        for buffers in self.own.values():
-            for buffer in buffers:
-                index = source_RC[:, None, :, None].expand(-1, buffer.shape[1], -1, buffer.shape[3])
-                buffer[:, :, :end] = buffer.gather(2, index)
         self.start_R = self.start_R + shift_R
         self.length = end
+        index = torch.arange(self.capacity, device=new_R.device)
+        source = (index - shift_R[:, None]).clamp(0, self.capacity - 1)[:, None, :, None]
+        _replace(self.own, lambda x: x.gather(2, source.expand(-1, x.shape[1], -1, x.shape[3])))
 
+        index_C = index[:end]
         index_N = index_C[end - int(new_R.max()) :]
         self.is_new_RN = index_N >= end - new_R[:, None]
         is_own_RNC = (index_C >= self.start_R[:, None, None]) & (index_C <= index_N[:, None])
@@ -191,18 +188,11 @@ class ForkedCache:
         keys[:, :, self.length - 1] = k_RK1D[:, :, 0]
         values[:, :, self.length - 1] = v_RK1D[:, :, 0]
 
-    def _attend_several(
-        self,
-        layer: int,
-        q_RHND: Tensor,
-        k_RKND: Tensor,
-        v_RKND: Tensor,
-        scaling: float | None,
-    ) -> Tensor:
+    def _attend_several(self, layer: int, q_RHND, k_RKND, v_RKND, scaling) -> Tensor:
         _, H, N, _ = q_RHND.shape
-        is_new_R1N1 = self.is_new_RN[:, None, :, None]
         is_cuda = q_RHND.device.type == "cuda"
-        inputs = []
+        is_new_R1N1 = self.is_new_RN[:, None, :, None]
+        inputs = [q_RHND]
         new = (k_RKND, v_RKND)
         for x_RKND, prompts, own in zip(new, self.prompts[layer], self.own[layer], strict=True):
             own = own[:, :, : self.length]
@@ -211,7 +201,6 @@ class ForkedCache:
             # CUDA has no fused kernel for a mask and fewer key heads than query heads.
             inputs.append(repeat_heads(x_RKSD, H) if is_cuda else x_RKSD)
         out_RHND = F.scaled_dot_product_attention(
-            q_RHND,
             *inputs,
             attn_mask=self.mask_R1NS,
             scale=scaling,
@@ -258,19 +247,18 @@ class ForkedCache:
 
 
 @fast_paths.compiled(fast_paths.STEP)
-def _merged(
-    own_out_RKgD: Tensor,
-    own_log_z_RKg: Tensor,
-    prompt_out_RKgD: Tensor,
-    prompt_log_z_RKg: Tensor,
-) -> Tensor:
+def _merged(own_out_RKgD, own_log_z_RKg, prompt_out_RKgD, prompt_log_z_RKg) -> Tensor:
     """Attention to own tokens and to the prompt joined, ``[R, K, g, D]``; ``log_z``: log of the sum of ``e^score``.
 
     With weights ``e^s / Z``, ``out = (Z_prompt out_prompt + Z_own out_own) / (Z_prompt + Z_own)``.
     """
-    prompt_share_RKg = torch.sigmoid(prompt_log_z_RKg - own_log_z_RKg)
     dtype = own_log_z_RKg.dtype
-    out_RKgD = torch.lerp(own_out_RKgD.to(dtype), prompt_out_RKgD.to(dtype), prompt_share_RKg[..., None])
+    prompt_share_RKg = torch.sigmoid(prompt_log_z_RKg - own_log_z_RKg)
+    out_RKgD = torch.lerp(
+        own_out_RKgD.to(dtype),
+        prompt_out_RKgD.to(dtype),
+        prompt_share_RKg[..., None],
+    )
     return out_RKgD.to(own_out_RKgD.dtype)
 
 

@@ -38,13 +38,10 @@ class Tile:
 
         ``P``: tokens of the longest prompt of the row.
         """
-        C = self.width
-        device = self.prompt_R.device
-        is_prompt_RP = torch.arange(P, device=device) < self.prompt_lengths_R[:, None]
-        is_prompt_RCP = is_prompt_RP[:, None].expand(-1, C, -1)
-        is_earlier_CC = torch.ones(C, C, dtype=torch.bool, device=device).tril()
-        is_earlier_RCC = is_earlier_CC.expand(self.rows, -1, -1)
-        return torch.cat([is_prompt_RCP, is_earlier_RCC], dim=-1)
+        index_S = torch.arange(P + self.width, device=self.prompt_R.device)
+        is_prompt_RS = index_S < self.prompt_lengths_R[:, None]
+        is_own_CS = (index_S >= P) & (index_S <= index_S[P:, None])
+        return is_prompt_RS[:, None] | is_own_CS
 
     def pad(self, x_nHD: Tensor) -> Tensor:
         """``[n, H, D]`` to ``[R, C, H, D]``, zeros at the padding."""
@@ -118,9 +115,8 @@ def pack(
     before = [last_U[:0]]
     for b, length in enumerate(lengths_B):
         if length:
-            before.append(last_U[prompt_B[b]][None])
-        if length > 1:
-            before.append(torch.arange(length - 1) + start_of_completion[b])
+            start = start_of_completion.get(b, 0)
+            before += [last_U[prompt_B[b]][None], torch.arange(start, start + length - 1)]
 
     source_N = torch.cat([torch.arange(first, end) + b * S for b, first, end in spans])
     positions_N = torch.cat([torch.arange(first, end) for _, first, end in spans])
