@@ -1,77 +1,104 @@
-"""The check at start that a model's decode steps with its cache compute what its forward pass computes."""
+"""Checks that a model's decode steps compute what its modules compute without a cache."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from grpo.attention import fast_paths, window_of
+from grpo.attention import packing_enabled, window_of
+from grpo.attention.precision import ieee_fp32
 from grpo.model import Policy
-from grpo.rollout.llama_decoder import LlamaDecoder
+from grpo.rollout.llama_decoder import LlamaDecoder, has_llama_layers
 from grpo.rollout.prefill import prefill
+
+LENGTH = 7
+"""Tokens of the longest prompt, unless a window asks for more."""
 
 
 def check_sampling(policy: Policy, reach: int = 0) -> None:
-    """Decode a few fixed tokens as a rollout does, and compare their logits with those of each row alone, unpadded.
+    """Compare the logits of decode steps, with a cache, with those of each row alone, unpadded.
 
-    The prompts have uneven lengths, and rows leave on the way. If the model's attention has a window that a row of
-    ``reach`` tokens exceeds, a prompt of its length is decoded, too. ValueError, with the model's class, if the logits
-    differ; what the model's own code raises, if it cannot decode with a cache.
+    If the model's attention has a window that a row of ``reach`` tokens exceeds, a prompt of the
+    window's length is decoded, too. ValueError, with the model's class, if the logits differ; what
+    the model's own code raises, if it cannot decode with a cache.
     """
+    lengths = [LENGTH]
     window = window_of(policy.model.config.get_text_config())
-    lengths = [7, window[1]] if window is not None and window[1] < reach else [7]
+    if window is not None and window[1] < reach:
+        lengths.append(window[1])
     with policy.inference():
-        if all(policy.computes_equally(partial(_decoded_and_plain_logits, policy, length)) for length in lengths):
-            return
-    raise ValueError(
-        f"{type(policy.model).__name__} cannot be sampled: decode steps with its cache give other logits than its "
-        "forward pass: take another architecture"
-    )
+        for length in lengths:
+            if not policy.computes_equally(partial(_decoded_and_plain_logits, policy, length)):
+                raise ValueError(
+                    f"{type(policy.model).__name__} cannot be sampled: decode steps with its cache "
+                    "give other logits than its forward pass: take another architecture"
+                )
 
 
-def prove_decoding(policy: Policy, llama_decoder: LlamaDecoder | None) -> list[str]:
-    """Switch on compiled decode steps if they are right for this model; else a line that says why not.
+def matches_model(
+    policy: Policy,
+    gathered: Callable[[nn.Module], AbstractContextManager] = nullcontext,
+) -> bool:
+    """True if decode steps of :class:`LlamaDecoder` give the logits of the model's own modules.
 
-    Call it inside of the engine's ``weights()``, in inference mode. Without ``llama_decoder`` they are off.
+    ``gathered``: see :class:`LlamaDecoder`.
     """
-    fast_paths.switch_off(fast_paths.STEP)
-    if llama_decoder is None or not fast_paths.may_use(policy.device):
-        return []
-    length = min(policy.context_length or 200, 200) - 10  # several blocks of a kernel
-
-    def logits() -> list[Tensor]:
-        return [torch.stack([logits_V for *_, logits_V in _decoded(policy, length, llama_decoder)[1]])]
-
-    tolerance = 1e-3 if policy.precision == "fp32" else 0.1
-    return fast_paths.prove(fast_paths.STEP, logits, tolerance)
+    if not packing_enabled(policy.model) or not has_llama_layers(policy.backbone):
+        return False
+    # Some models scale queries by position.
+    far = max((policy.context_length or 2**20) - LENGTH - 3, 0)
+    fp32 = torch.autocast(policy.device.type, enabled=False)
+    with policy.inference(), fp32, ieee_fp32():
+        _, expected = _decoded(policy, LENGTH, None, far)
+        try:
+            _, found = _decoded(policy, LENGTH, LlamaDecoder(policy.backbone, gathered), far)
+        except Exception:  # modules with Llama's names, but with another interface
+            return False
+    expected_NV = torch.cat(expected)
+    tolerance = 5e-5 * float(expected_NV.abs().max())
+    return torch.allclose(torch.cat(found), expected_NV, rtol=0, atol=tolerance)
 
 
 def _decoded_and_plain_logits(policy: Policy, length: int) -> tuple[Tensor, Tensor]:
-    """``length``: of the longest prompt."""
-    sequences, found = _decoded(policy, length)
-    inputs = [torch.tensor([sequence], device=policy.device) for sequence in sequences]
-    alone = [policy.model(input_ids=ids_1S, use_cache=False).logits[0] for ids_1S in inputs]
-    return torch.stack([x for *_, x in found]), torch.stack([alone[row][position] for row, position, _ in found])
+    """Logits ``[N, V]`` by decode steps with a cache, and by a forward pass over each row."""
+    sequences, decoded = _decoded(policy, length)
+    plain = []
+    for sequence, logits_NV in zip(sequences, decoded, strict=True):
+        ids_1S = torch.tensor([sequence], device=policy.device)
+        logits_SV = policy.model(input_ids=ids_1S, use_cache=False).logits[0]
+        plain.append(logits_SV[-len(logits_NV) :])
+    return torch.cat(decoded), torch.cat(plain)
 
 
 def _decoded(
-    policy: Policy, length: int, llama_decoder: LlamaDecoder | None = None
-) -> tuple[list[list[int]], list[tuple[int, int, Tensor]]]:
-    """The tokens of four rows, and ``(row, position, logits [V] of the next token)`` for every token decoded."""
+    policy: Policy,
+    length: int,
+    llama_decoder: LlamaDecoder | None = None,
+    far: int = 0,
+) -> tuple[list[list[int]], list[Tensor]]:
+    """The tokens of four rows, and for each row the logits ``[N, V]`` of its last N positions.
+
+    Prompts of ``length`` and fewer tokens continue by fixed tokens, as a rollout decodes them; two
+    rows leave on the way. The others continue up to ``far`` positions further.
+    """
     vocabulary = policy.model.get_input_embeddings().weight.shape[0]
-    ids = torch.randint(vocabulary, (max(24, length),), generator=torch.Generator().manual_seed(0)).tolist()
-    prompts = [tuple(ids[:length]), tuple(ids[7:11]), tuple(ids[7:11]), tuple(ids[11:12])]
-    sequences, rows, found = [list(prompt) for prompt in prompts], [0, 1, 2, 3], []
+    generator = torch.Generator().manual_seed(0)
+    ids = tuple(torch.randint(vocabulary, (max(24, length),), generator=generator).tolist())
+    prompts = [ids[:length], ids[7:11], ids[7:11], ids[11:12]]
+    answers = [ids[12:13], ids[13:14], ids[14:17], ids[17:20]]
     decoder, logits_RV = prefill(policy, llama_decoder, prompts, capacity=3)
-    for step in range(4):
-        if step == 2:
-            rows = [2, 3]
+    decoder.positions_R += decoder.positions_R.new_tensor([0, 0, far // 2, far])
+    logits = [[logits_V] for logits_V in logits_RV]
+    for step in range(3):
+        rows = [2, 3] if step else [0, 1, 2, 3]
+        if step == 1:
             decoder.keep_rows(torch.tensor(rows, device=policy.device))
-        if step > 0:
-            for row in rows:
-                sequences[row].append(ids[8 + 4 * step + row])
-            logits_RV = decoder.step(torch.tensor([sequences[row][-1] for row in rows], device=policy.device))
-        found += [(row, len(sequences[row]) - 1, logits_V) for row, logits_V in zip(rows, logits_RV, strict=True)]
-    return sequences, found
+        token_R = torch.tensor([answers[row][step] for row in rows], device=policy.device)
+        for row, logits_V in zip(rows, decoder.step(token_R), strict=True):
+            logits[row].append(logits_V)
+    sequences = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
+    return sequences, [torch.stack(of_row) for of_row in logits]

@@ -3,8 +3,11 @@
 Launching the hundreds of small kernels of a decode step takes longer than running them, and reading at every token
 which rows have ended makes the device wait for the host. A captured step reads and writes the tensors that it was
 captured with, so no shape changes between two reads: rows that have ended go on, and a step attends to a fixed number
-of own tokens, of which later ones are masked. Every ``SYNC_EVERY`` tokens the host reads what was drawn. When half of
-the rows have ended, or the tokens reach that number, the next step is captured anew.
+of own tokens, of which later ones are masked. Every ``SYNC_EVERY`` tokens the host reads what was drawn. When three
+quarters of the rows have ended, or the tokens reach that number, the next step is captured anew.
+
+Captured steps are compiled where :mod:`grpo.attention.fast_paths` may be used. Compiled code for one row is another
+than for several: graphs decode no single row.
 
 Graphs belong to one wave of rows, whose KV cache and copies of weights they read; the memory pool of the last one
 outlives it. Tokens differ from those of :mod:`grpo.rollout.decode_loop` by rounding alone.
@@ -27,7 +30,7 @@ from torch import Tensor
 from grpo.attention import ForkedCache, fast_paths, forked_hidden
 from grpo.attention.forked import additive_mask
 from grpo.model import Policy
-from grpo.rollout.decode_loop import Decoded
+from grpo.rollout.decode_loop import Decoded, Prefill, Prompts
 from grpo.rollout.draw import SamplingParams, draw
 from grpo.rollout.prefill import ForkedCacheDecoder
 from grpo.rollout.stops import Stops
@@ -37,117 +40,142 @@ SYNC_EVERY = 8
 OWN_BUCKET = 256
 """The number of own tokens that a step attends to is a multiple of this."""
 LEAST_LIMIT = {"fp32": 0.003, "bf16": 0.03}
-"""Shares of the logits' standard deviation by which a replay may always differ, however little rounding is measured."""
+"""Shares of the logits' standard deviation by which a replay may always differ, however little
+rounding is measured."""
 
 
 class CUDAGraphRunner:
-    """Decodes batches by captured steps. ``capture=False`` runs the same steps without graphs, on any device."""
+    """Decodes batches by captured steps.
+
+    ``capture=False`` runs the same steps without graphs, on any device.
+    """
 
     def __init__(self, policy: Policy, *, capture: bool = True):
-        self.policy, self.capture = policy, capture
+        self.policy = policy
+        self.capture = capture
+        self.fast_parts = [fast_paths.STEP] if fast_paths.may_use(policy.device) else []
+        """The parts of :mod:`grpo.attention.fast_paths` that captured steps use."""
         self.verified: set[bool] = set()
-        """The kinds of sampling (whether it is greedy) for which replayed steps have agreed with the decode loop's."""
+        """The kinds of sampling (whether it is greedy) for which replayed steps have agreed with
+        the decode loop's."""
         self._graph: torch.cuda.CUDAGraph | None = None
         """The last graph: it keeps the memory pool, which the next one takes."""
-        self._stream = torch.cuda.Stream(policy.device) if capture else None
 
     def decode(
         self,
-        decoder: ForkedCacheDecoder,
-        logits_RV: Tensor,
+        prefill: Prefill,
+        prompts: Prompts,
         uniforms_RT: Tensor | None,
         sampling: SamplingParams,
         on_tokens: Callable[[int], None] | None,
     ) -> Decoded:
-        """Decode every row to its end, from what the prefill returned; see :func:`grpo.rollout.decode_loop.decode`.
+        """Decode every row to its end; see :func:`grpo.rollout.decode_loop.decode`.
 
-        RuntimeError if a replayed step computes other logits than the decode loop's, or as PyTorch's capture raises it.
+        RuntimeError if a replayed step computes other logits than the decode loop's, or as a
+        compiler or PyTorch's capture raises it.
         """
-        T, stops = sampling.max_completion_length, Stops(self.policy, sampling.stop)
-        end_ids, decoded = torch.tensor(stops.ids), Decoded.empty(len(logits_RV), T)
-        batch = _Batch(decoder, uniforms_RT, sampling)
+        stops = Stops(self.policy, sampling.stop)
+        decoder, logits_RV = prefill(prompts, sampling.max_completion_length)
+        batch = _Batch(decoder, uniforms_RT, sampling, self.fast_parts)
         batch.draw(logits_RV)
-        start, t, shape = 0, 1, None  # tokens of each row that the host has read; tokens that are drawn, or queued
-        needs_check = sampling.is_greedy not in self.verified
+        decoded = batch.decoded
+        start = 0  # tokens of each row that the host has read
         while True:
-            batch.read(start, t, end_ids, decoded)
+            end = batch.num_drawn
+            batch.read(start, stops.ids)
             live = [slot for slot, row in enumerate(batch.rows) if not decoded.finished[row]]
-            goes_on = bool(live) and t < T
+            goes_on = live and end < sampling.max_completion_length
             if goes_on:
-                if 2 * len(live) <= len(batch.rows):
-                    replay = step = None  # frees the KV cache of all rows before it is copied
-                    batch.keep(live, t - 1)
-                count = left = min(SYNC_EVERY, T - t)
-                width = min(-(-(t + count - 1) // OWN_BUCKET) * OWN_BUCKET, T)
-                if shape != (len(batch.rows), width):
-                    # ``step`` is kept because its graph reads tensors that it alone holds.
-                    shape, step = (len(batch.rows), width), batch.make_step(width, t - 1)
-                    replay, left = self._captured(step, batch), left - 1
-                if needs_check and left:
-                    self._check(replay, batch, t + count - left - 1)
-                    left -= 1
-                for _ in range(left):
-                    replay()
-            # The device computes the next tokens while the host looks for stop strings in these.
-            for row, length in enumerate(decoded.lengths if stops.strings else ()):
-                first = max(start + 1 - stops.span, 0)
-                tokens = decoded.tokens_RT[row, first : min(t, length)].tolist()
-                if length > start and (stop := stops.first_end(tokens, start - first)):
-                    decoded.lengths[row], decoded.finished[row] = first + stop, True
-            if on_tokens is not None:
-                on_tokens(sum(max(min(t, length) - start, 0) for length in decoded.lengths))
-            if not goes_on:
-                break
-            start, t = t, t + count
-        return decoded
+                self._queue_steps(batch, live)
 
-    def _captured(self, step: Callable[[], None], batch: _Batch) -> Callable[[], None]:
-        """Run the step once, which draws a token, then capture it in a graph, which does not; returns its replay."""
+            # The device computes the next tokens while the host looks for stop strings in these.
+            num_new = 0
+            for row, length in enumerate(decoded.lengths):
+                if stops.strings and length > start:
+                    first = max(start + 1 - stops.span, 0)
+                    tokens = decoded.tokens_RT[row, first : min(end, length)].tolist()
+                    stop = stops.first_end(tokens, start - first)
+                    if stop:
+                        length = decoded.lengths[row] = first + stop
+                        decoded.finished[row] = True
+                num_new += max(min(end, length) - start, 0)
+            if on_tokens is not None:
+                on_tokens(num_new)
+            if not goes_on:
+                return decoded
+            start = end
+
+    def _queue_steps(self, batch: _Batch, live: list[int]) -> None:
+        """Let the device compute the next tokens; the rows of the slots ``live`` have not ended."""
+        T = batch.sampling.max_completion_length
+        end = min(batch.num_drawn + SYNC_EVERY, T)
+        if 1 < len(live) <= len(batch.rows) // 4:
+            batch.keep(live)
+        width = min(-(-(end - 1) // OWN_BUCKET) * OWN_BUCKET, T)
+        if batch.cache is None or len(batch.cache.index_C) != width:
+            batch.attend_to(width)
+            batch.replay = self._captured(batch.step)
+            batch.num_drawn += 1
+        if batch.sampling.is_greedy not in self.verified and batch.num_drawn < end:
+            self._check(batch)
+        while batch.num_drawn < end:
+            batch.replay()
+            batch.num_drawn += 1
+
+    def _captured(self, step: Callable[[], None]) -> Callable[[], None]:
+        """Run the step once, which draws a token, then capture it in a graph, which does not.
+
+        Returns the graph's replay. The run before compiles what is not compiled yet.
+        """
+        step()
         if not self.capture:
-            step()
             return step
-        if fast_paths.is_on(fast_paths.STEP):
-            batch.compile_ahead(step)  # a compiler may wait for the device
-        # A host sync cannot be captured. Its error is easier to recover from here than in the capture.
-        mode = torch.cuda.get_sync_debug_mode()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            step()
-        finally:
-            torch.cuda.set_sync_debug_mode(mode)
-        graph, pool = torch.cuda.CUDAGraph(), None if self._graph is None else self._graph.pool()
-        # "thread_local": NCCL's threads may call CUDA meanwhile. (The thread that saves does not.)
-        capture = torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local")
-        with torch.cuda.stream(self._stream), capture:  # if the capture ends with an error, only the first restores
+        graph = torch.cuda.CUDAGraph()
+        pool = None if self._graph is None else self._graph.pool()
+        # NCCL's threads may call CUDA meanwhile. (The thread that saves does not.)
+        capture = torch.cuda.graph(graph, pool, capture_error_mode="thread_local")
+        # If the capture ends with an error, only the first of these restores the stream.
+        with torch.cuda.stream(torch.cuda.current_stream()), capture:
             step()
         self._graph = graph
         return graph.replay
 
-    def _check(self, replay: Callable[[], None], batch: _Batch, num_own: int) -> None:
-        """Replay one step, and compute it again without :mod:`fast_paths`, from token ``num_own`` of each row.
+    def _check(self, batch: _Batch) -> None:
+        """Replay a step, and compute the same without graphs and :mod:`fast_paths`.
 
-        RuntimeError if logits differ by more than rounding (measured: the loop's step against the model's own modules),
-        or if other tokens or log-probs are recorded than these logits give.
+        RuntimeError if logits differ by more than rounding (measured: the loop's step against the
+        model's own modules), or if other tokens or log-probs are recorded than these logits give.
         """
-        replay()  # first: it must not read the keys and values that the other steps store
-        drawn = draw(batch.logits_SV, batch.uniforms(batch.token_S.new_tensor([num_own + 1])), batch.sampling)
-        recorded = batch.tokens_ST[:, num_own + 1], batch.logprobs_ST[:, num_own + 1]
-        decoder, cache = batch.decoder, batch.decoder.cache
-        token_S, positions_S = batch.tokens_ST[:, num_own], cache.prompt_lengths_U[cache.prompt_R] + num_own
-        buffers = [buffer[:, :, num_own] for pair in cache.own.values() for buffer in pair]
-        stored = [buffer.clone() for buffer in buffers]
+        decoder = batch.decoder
+        num_own = batch.num_drawn - 1
         logits = []
-        for hidden_of_token in (decoder.hidden_of_token, partial(forked_hidden, self.policy.backbone)):
-            cache.length = num_own
-            with fast_paths.only():
-                logits.append(decoder.head(hidden_of_token(token_S, positions_S, cache)).float())
-        for buffer, of_replay in zip(buffers, stored, strict=True):  # a run without this check has the same bits
-            buffer.copy_(of_replay)
+        for hidden_of_token in (
+            decoder.hidden_of_token,
+            partial(forked_hidden, self.policy.backbone),
+        ):
+            decoder.cache.length = num_own
+            token_S = batch.tokens_ST[:, num_own]
+            hidden_SH = hidden_of_token(token_S, decoder.positions_R + num_own, decoder.cache)
+            logits.append(decoder.head(hidden_SH).float())
         expected_SV, other_SV = logits
-        error_S, noise_S = ((x_SV - expected_SV).std(dim=-1) for x_SV in (batch.logits_SV.float(), other_SV))
-        limit = torch.maximum(4 * noise_S.mean(), LEAST_LIMIT[self.policy.precision] * expected_SV.std(dim=-1).mean())
-        agrees = bool(error_S.mean() <= limit) and bool(error_S.max() <= 5 * limit)
-        if not agrees or not all(map(torch.equal, drawn, recorded)):
+
+        # The replay must read the keys and values that it stores itself.
+        for buffers in decoder.cache.own.values():
+            for buffer in buffers:
+                buffer[:, :, num_own] = torch.nan
+        batch.replay()
+        batch.num_drawn += 1
+
+        error_S = (batch.logits_SV.float() - expected_SV).std(dim=-1)
+        noise = (other_SV - expected_SV).std(dim=-1).mean()
+        scale = expected_SV.std(dim=-1).mean()
+        limit = torch.maximum(4 * noise, LEAST_LIMIT[self.policy.precision] * scale)
+        agrees = error_S.mean() <= limit and error_S.max() <= 5 * limit
+
+        drawn = draw(batch.logits_SV, batch.uniforms(), batch.sampling)
+        recorded = (batch.tokens_ST[:, num_own + 1], batch.logprobs_ST[:, num_own + 1])
+        agrees = agrees and all(map(torch.equal, drawn, recorded))
+        if not agrees:
             raise RuntimeError("they give other results than the same steps without graphs")
         self.verified.add(batch.sampling.is_greedy)
 
@@ -155,95 +183,124 @@ class CUDAGraphRunner:
 class _Batch:
     """The rows that are decoded together, in tensors that captured steps read and write."""
 
-    def __init__(self, decoder: ForkedCacheDecoder, uniforms_RT: Tensor | None, sampling: SamplingParams):
-        self.decoder, self.uniforms_ST, self.sampling = decoder, uniforms_RT, sampling
-        S, T, device = len(decoder.positions_R), sampling.max_completion_length, decoder.positions_R.device
+    def __init__(
+        self,
+        decoder: ForkedCacheDecoder,
+        uniforms_RT: Tensor | None,
+        sampling: SamplingParams,
+        fast_parts: list[str],
+    ):
+        S = len(decoder.positions_R)
+        T = sampling.max_completion_length
+        self.decoder = decoder
+        self.uniforms_ST = uniforms_RT
+        self.sampling = sampling
+        self.fast_parts = fast_parts
+        self.decoded = Decoded.empty(S, T)
+        """The tokens that the host has read."""
         self.rows = list(range(S))
         """The number of each row in the rollout."""
-        self.next_1 = torch.zeros(1, dtype=torch.long, device=device)
-        """Index of the next token, the same for all rows."""
-        self.token_S = torch.zeros(S, dtype=torch.long, device=device)
-        """The tokens drawn last."""
-        self.tokens_ST, self.logprobs_ST = self.token_S.new_zeros(S, T), torch.zeros(S, T, device=device)
+        self.num_drawn = 1
+        """Tokens of each row that are drawn, or queued."""
+        self.last_1 = decoder.positions_R.new_tensor([-1])
+        """Index of the token drawn last, as the device counts. Its keys are not computed yet."""
+        self.tokens_ST = decoder.positions_R.new_zeros(S, T)
+        self.logprobs_ST = torch.zeros_like(self.tokens_ST, dtype=torch.float32)
         self.logits_SV: Tensor | None = None
         """From which a step drew the last tokens."""
+        self.cache: FixedWidthCache | None = None
+        """The cache as :meth:`step` sees it."""
+        self.replay: Callable[[], None] | None = None
+        """Computes what :meth:`step` computed when it was captured, with the tensors of then."""
 
-    def make_step(self, width: int, num_own: int) -> Callable[[], None]:
-        """A decode step that attends to ``width`` own tokens, of which ``num_own`` are computed."""
-        self.logits_SV = None  # in the pool of graphs, where the next one may use its memory
-        decoder, positions_S = self.decoder, self.decoder.positions_R
-        decoder.cache.length = num_own
-        cache = FixedWidthCache(decoder.cache, self.next_1, width)
+    def attend_to(self, width: int) -> None:
+        """Let the next steps attend to ``width`` own tokens."""
+        # These logits are in the memory pool of graphs, which the next graph may use.
+        self.logits_SV = None
+        self.decoder.cache.length = self.num_drawn - 1
+        self.cache = FixedWidthCache(self.decoder.cache, self.last_1, width)
 
-        def step() -> None:
-            hidden_SH = decoder.hidden_of_token(self.token_S, positions_S, cache)
-            positions_S.add_(1)
-            self.logits_SV = decoder.head(hidden_SH)
-            self.draw(self.logits_SV)
-
-        return step
-
-    def compile_ahead(self, step: Callable[[], None]) -> None:
-        """Run a step and forget the token that it has drawn. The next run stores the same keys and values again."""
-        token_S = self.token_S.clone()
-        step()
-        self.token_S.copy_(token_S)
-        for counter in (self.next_1, self.decoder.positions_R):
-            counter.sub_(1)
+    def step(self) -> None:
+        """Compute the logits behind the last token of every row, and draw the next."""
+        decoder = self.decoder
+        token_S = self.tokens_ST.index_select(1, self.last_1).squeeze(1)
+        with fast_paths.only(*self.fast_parts):
+            hidden_SH = decoder.hidden_of_token(
+                token_S,
+                decoder.positions_R + self.last_1,
+                self.cache,
+            )
+        self.logits_SV = decoder.head(hidden_SH)
+        self.draw(self.logits_SV)
 
     def draw(self, logits_SV: Tensor) -> None:
         """Draw the next token of every row, without a host sync."""
-        token_S, logprob_S = draw(logits_SV, self.uniforms(self.next_1), self.sampling)
-        self.tokens_ST.index_copy_(1, self.next_1, token_S[:, None])
-        self.logprobs_ST.index_copy_(1, self.next_1, logprob_S[:, None])
-        self.token_S.copy_(token_S)
-        self.next_1.add_(1)
+        self.last_1.add_(1)
+        token_S, logprob_S = draw(logits_SV, self.uniforms(), self.sampling)
+        self.tokens_ST.index_copy_(1, self.last_1, token_S[:, None])
+        self.logprobs_ST.index_copy_(1, self.last_1, logprob_S[:, None])
 
-    def uniforms(self, index_1: Tensor) -> Tensor | None:
-        return None if self.uniforms_ST is None else self.uniforms_ST.index_select(1, index_1).squeeze(1)
+    def uniforms(self) -> Tensor | None:
+        """The numbers from which the tokens at ``last_1`` are drawn; None: greedy."""
+        if self.uniforms_ST is None:
+            return None
+        return self.uniforms_ST.index_select(1, self.last_1).squeeze(1)
 
-    def read(self, start: int, end: int, end_ids: Tensor, decoded: Decoded) -> None:
-        """Copy the tokens of these numbers to the host, which waits for them, and end the rows that drew an end."""
-        tokens_SN = self.tokens_ST[:, start:end].cpu()
-        decoded.tokens_RT[self.rows, start:end] = tokens_SN
-        decoded.logprobs_RT[self.rows, start:end] = self.logprobs_ST[:, start:end].cpu()
-        for slot, token in torch.isin(tokens_SN, end_ids).nonzero().tolist():
-            if not decoded.finished[row := self.rows[slot]]:
-                decoded.lengths[row], decoded.finished[row] = start + token + 1, True
+    def read(self, start: int, end_ids: list[int]) -> None:
+        """Copy the tokens from ``start`` on to the host, which waits for them.
 
-    def keep(self, slots: list[int], num_own: int) -> None:
-        """Drop all rows but these, of which ``num_own`` own tokens are in the cache."""
-        index_S = torch.tensor(slots, device=self.token_S.device)
-        self.decoder.cache.length = num_own
+        Rows that drew one of ``end_ids`` have ended.
+        """
+        decoded = self.decoded
+        new = slice(start, self.num_drawn)
+        tokens_SN = self.tokens_ST[:, new].cpu()
+        decoded.tokens_RT[self.rows, new] = tokens_SN
+        decoded.logprobs_RT[self.rows, new] = self.logprobs_ST[:, new].cpu()
+        for slot, token in torch.isin(tokens_SN, torch.tensor(end_ids)).nonzero().tolist():
+            row = self.rows[slot]
+            if not decoded.finished[row]:
+                decoded.lengths[row] = start + token + 1
+                decoded.finished[row] = True
+
+    def keep(self, slots: list[int]) -> None:
+        """Drop all rows but these."""
+        self.cache = None  # frees the keys and values of the prompts before they are copied
+        self.decoder.cache.length = self.num_drawn - 1
+        index_S = self.last_1.new_tensor(slots)
         self.decoder.keep_rows(index_S)
         self.rows = [self.rows[slot] for slot in slots]
-        self.token_S, self.tokens_ST, self.logprobs_ST = (
-            x[index_S] for x in (self.token_S, self.tokens_ST, self.logprobs_ST)
-        )
+        self.tokens_ST = self.tokens_ST[index_S]
+        self.logprobs_ST = self.logprobs_ST[index_S]
         if self.uniforms_ST is not None:
             self.uniforms_ST = self.uniforms_ST[index_S]
 
 
 class FixedWidthCache(ForkedCache):
-    """A cache as captured steps see it, which attend to ``width`` own tokens; the device counts those computed."""
+    """A cache as captured steps see it, which attend to ``width`` own tokens.
 
-    def __init__(self, cache: ForkedCache, next_1: Tensor, width: int):
-        """Shares what ``cache`` holds. ``next_1``: index of the token to be drawn; keys go to the index before."""
+    The device counts those that are computed.
+    """
+
+    def __init__(self, cache: ForkedCache, last_1: Tensor, width: int):
+        """Shares what ``cache`` holds; ``last_1``: index of the token that is being computed."""
         vars(self).update(vars(cache))
-        self.use_cpu_kernel, self.next_1 = False, next_1
-        self.index_C = torch.arange(width, device=next_1.device)
-        for layer, (keys_UKPD, _) in cache.prompts.items():
-            if layer not in cache.own:
-                shape = (len(cache.prompt_R), keys_UKPD.shape[1], cache.capacity, keys_UKPD.shape[3])
-                cache.own[layer] = tuple(keys_UKPD.new_empty(shape) for _ in range(2))
-            for buffer in cache.own[layer]:
-                buffer[:, :, cache.length : width] = 0.0  # masked, but 0 times uninitialised memory could be NaN
-        self.own, self.length = cache.own, width
+        self.use_cpu_kernel = False
+        self.last_1 = last_1
+        self.index_C = torch.arange(width, device=last_1.device)
+        self.length = width
+        for buffers in self.own.values():
+            for buffer in buffers:
+                # Masked, but 0 times uninitialised memory could be NaN.
+                buffer[:, :, cache.length : width] = 0.0
 
     def begin_token(self) -> None:
-        self.index_1 = self.next_1 - 1
-        self.own_bias = additive_mask((self.index_C >= self.next_1)[None], self.dtype)
+        self.own_bias = additive_mask((self.index_C > self.last_1)[None], self.dtype)
 
     def _store_token(self, layer: int, k_RK1D: Tensor, v_RK1D: Tensor) -> None:
-        for buffer, x_RK1D in zip(self.own[layer], (k_RK1D, v_RK1D), strict=True):
-            buffer.index_copy_(2, self.index_1, x_RK1D)
+        if layer not in self.own:  # before anything is captured
+            super()._store_token(layer, k_RK1D, v_RK1D)
+            for buffer in self.own[layer]:
+                buffer.zero_()
+        keys, values = self.own[layer]
+        keys.index_copy_(2, self.last_1, k_RK1D)
+        values.index_copy_(2, self.last_1, v_RK1D)

@@ -33,7 +33,7 @@ from grpo.model import (
     turn_randomness_off,
 )
 from grpo.rollout import check_sampling
-from grpo.rollout.llama_decoder import matches_model
+from grpo.rollout.check import matches_model
 from grpo.rollout.weights import GatheredWeights
 from grpo.run.optimizer import keep_states_on_host, make_lr_schedule, make_optimizer, move_schedule
 
@@ -183,8 +183,7 @@ def build_models(
         reach = config.data.max_prompt_length + config.rollout.max_completion_length
         check_sampling(policy, reach=reach)
         if is_sharded:
-            with policy.inference():
-                is_llama = config.runtime.fast_decode and matches_model(policy.model, gathered)
+            is_llama = config.runtime.fast_decode and matches_model(policy, gathered)
         return why_padded
 
     def prepare_reference() -> None:

@@ -7,8 +7,10 @@ from conftest import load
 
 from grpo.algorithm.batch import Problem
 from grpo.attention import ForkedCache, enable_packing, forked_hidden, pack_prompts, packed_hidden
+from grpo.model import Policy
 from grpo.rollout import BuiltinEngine, SamplingParams
-from grpo.rollout.llama_decoder import LlamaDecoder, has_llama_layers, matches_model
+from grpo.rollout.check import matches_model
+from grpo.rollout.llama_decoder import LlamaDecoder, has_llama_layers
 from grpo.rollout.weights import copied_weights
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
@@ -34,6 +36,10 @@ def ready(model_type, settings):
     return model
 
 
+def matches(model) -> bool:
+    return matches_model(Policy(model, None, (2,), 0, torch.device("cpu"), "fp32"))
+
+
 @torch.no_grad()
 def hidden_states(model, decode, steps: int = 6) -> torch.Tensor:
     """``[steps, rows, hidden]``, a row leaving on the way."""
@@ -55,7 +61,7 @@ def hidden_states(model, decode, steps: int = 6) -> torch.Tensor:
 @pytest.mark.parametrize("name", LLAMA_SHAPED)
 def test_decoder_gives_what_the_models_modules_give(name):
     model = ready(*LLAMA_SHAPED[name])
-    assert matches_model(model)
+    assert matches(model)
     expected = hidden_states(model, lambda *inputs: forked_hidden(model.model, *inputs))
     torch.testing.assert_close(hidden_states(model, LlamaDecoder(model.model)), expected, rtol=0, atol=1e-5)
     with copied_weights(model, "fp32"):
@@ -73,14 +79,14 @@ def test_decoder_gives_what_the_models_modules_give(name):
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_models_keep_their_modules(name):
-    assert not matches_model(ready(*OTHERS[name]))
+    assert not matches(ready(*OTHERS[name]))
 
 
 def test_a_factor_of_a_thousandth_and_one_more_part_are_noticed():
     model = ready(*CAN["qwen2"])
-    assert matches_model(model)
+    assert matches(model)
     hook = model.model.layers[0].register_forward_hook(lambda module, inputs, output: 1.001 * output)
-    assert not matches_model(model)
+    assert not matches(model)
     hook.remove()
     model.model.layers[1].extra = torch.nn.Identity()
     assert not has_llama_layers(model.model), "a layer with one more part is of another shape, whatever its names"

@@ -10,7 +10,7 @@ from grpo.algorithm.logprobs import CompletionScorer
 from grpo.data.tiny import build_tokenizer
 from grpo.model import Policy, turn_randomness_off
 from grpo.rollout import BuiltinEngine, SamplingParams, check_sampling
-from grpo.rollout.llama_decoder import matches_model
+from grpo.rollout.check import matches_model
 
 STATES = dict(vocab_size=V, hidden_size=32, num_hidden_layers=2, state_size=8, eos_token_id=2, pad_token_id=0)
 DELTA = dict(linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=8, linear_value_head_dim=8)
@@ -101,7 +101,7 @@ def test_queries_that_are_scaled_by_position_decode_through_their_own_modules():
     for scaling, matches in ((rope, False), (rope | dict(llama_4_scaling_beta=0.0), True)):
         policy = policy_of("ministral3", SIZES | dict(head_dim=8, rope_parameters=scaling, max_position_embeddings=64))
         assert CompletionScorer(policy.model).pack_groups() is None
-        assert matches_model(policy.model) is matches
+        assert matches_model(policy) is matches
 
 
 def test_a_state_that_padding_reaches_is_noticed():

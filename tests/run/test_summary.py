@@ -10,7 +10,7 @@ from grpo.config import Config, DataConfig, load_config
 from grpo.data import ProblemSet
 from grpo.rewards import load_reward
 from grpo.rewards.scores import messages_warning
-from grpo.rollout.llama_decoder import matches_model
+from grpo.rollout.check import matches_model
 from grpo.run.models import enable_packing
 from grpo.run.summary import FORMAT_AFTER_THINK, INSIDE_OF_BOX, data_line, warnings_of
 
@@ -130,8 +130,8 @@ def test_packing_is_what_fast_decode_needs(random_model):
     policy = load(random_model)
     scorer = CompletionScorer(policy.model)
     why_padded = enable_packing(config, scorer)
-    assert "model.disable_dropout" in why_padded and not matches_model(policy.model)
-    assert enable_packing(load_config([DEFAULTS]), scorer) is None and matches_model(policy.model)
+    assert "model.disable_dropout" in why_padded and not matches_model(policy)
+    assert enable_packing(load_config([DEFAULTS]), scorer) is None and matches_model(policy)
 
 
 def test_own_rewards_that_get_messages_for_text_rows_are_noted():
