@@ -1,11 +1,14 @@
 """Decode steps in fixed shapes give the decode loop's tokens; without capturing (``tests/cuda``: with it)."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
+import torch
 from conftest import load
 from test_rollout import SEED_KEY, TEXTS, ids, problems_of
 
+from grpo.attention import fast_paths
 from grpo.rollout import BuiltinEngine, SamplingParams
 from grpo.rollout import cuda_graphs as graphs_module
 from grpo.rollout.cuda_graphs import CUDAGraphRunner, FixedWidthCache
@@ -110,11 +113,13 @@ def stores_no_keys(monkeypatch):
     monkeypatch.setattr(FixedWidthCache, "_store_token", stores_first)
 
 
-def raises(monkeypatch):
-    def capture(self, step):
-        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+def cannot_capture(self, step):
+    step()
+    raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
-    monkeypatch.setattr(CUDAGraphRunner, "_captured", capture)
+
+def raises(monkeypatch):
+    monkeypatch.setattr(CUDAGraphRunner, "_captured", cannot_capture)
 
 
 @pytest.mark.parametrize("mistake", [wrong_position, stale_uniforms, stores_no_keys, raises])
@@ -129,6 +134,75 @@ def test_what_cannot_be_captured_or_is_wrong_is_decoded_by_the_loop(random_model
         assert engine.generate(problems, SAMPLING, seed_key=SEED_KEY) == expected
     reason = "operation not permitted" if mistake is raises else "they give other results than the same steps"
     assert len(said) == 1 and reason in said[0] and engine.graphs is None
+
+
+def test_a_batch_is_captured_anew_when_a_quarter_is_left_but_never_one_row(random_model, monkeypatch):
+    _, engine = engines(random_model)
+    sizes = []
+    captured = CUDAGraphRunner._captured
+
+    def recorded(self, step):
+        sizes.append(len(step.__self__.rows))
+        return captured(self, step)
+
+    monkeypatch.setattr(CUDAGraphRunner, "_captured", recorded)
+    monkeypatch.setattr(graphs_module, "SYNC_EVERY", 1)
+    engine.policy.eos_ids = tuple(range(0, 400, 8))  # about one row of eight ends at each token
+    engine.generate(problems_of(engine.policy, *TEXTS), SAMPLING, seed_key=SEED_KEY)
+    assert sizes[0] == 32 and len(sizes) > 2
+    assert all(1 < size <= before // 4 for before, size in pairwise(sizes))
+
+
+def raising(function):
+    raise RuntimeError("Failed to find C compiler.\nmore")
+
+
+def wrong(function):
+    """Rotated queries and keys, and every other tensor, come out 10% larger."""
+
+    def compiled(*inputs):
+        found = function(*inputs)
+        return 1.1 * found if isinstance(found, torch.Tensor) else found
+
+    return compiled
+
+
+@pytest.mark.parametrize(
+    ("compiler", "captures", "reasons"),
+    [
+        (lambda function: function, True, []),
+        (raising, True, ["without compiled decode steps (Failed to find C compiler.)"]),
+        (wrong, True, ["without compiled decode steps (they give other results"]),
+        (
+            raising,
+            False,
+            ["without compiled decode steps (Fail", "not captured in CUDA graphs (operation not permitted"],
+        ),
+    ],
+)
+def test_steps_whose_compilation_fails_are_captured_without(random_model, monkeypatch, compiler, captures, reasons):
+    said, compiled = [], []
+    loop, engine = engines(random_model)
+    engine.warn = said.append
+    engine.graphs.fast_parts = [fast_paths.STEP]
+    problems = problems_of(engine.policy, *TEXTS)
+    expected = loop.generate(problems, SAMPLING, seed_key=SEED_KEY)
+
+    def compile_(function, *part):
+        compiled.append(function.__name__)
+        return compiler(function)
+
+    monkeypatch.setattr(fast_paths, "_compile", compile_)
+    if not captures:
+        raises(monkeypatch)
+    for _ in range(2):
+        assert ids(engine.generate(problems, SAMPLING, seed_key=SEED_KEY)) == ids(expected)
+    assert compiled and len(said) == len(reasons)
+    assert all(reason in line for reason, line in zip(reasons, said, strict=True))
+    assert (engine.graphs is not None) == captures
+    compiled.clear()
+    loop.generate(problems, SAMPLING, seed_key=SEED_KEY)
+    assert not compiled, "without graphs nothing is compiled"
 
 
 def test_greedy_and_sampled_rollouts_are_each_checked(random_model, monkeypatch):
