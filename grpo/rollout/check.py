@@ -32,7 +32,8 @@ def check_sampling(policy: Policy, reach: int = 0) -> None:
         lengths.append(window[1])
     with policy.inference():
         for length in lengths:
-            if not policy.computes_equally(partial(_decoded_and_plain_logits, policy, length)):
+            compute = partial(_decoded_and_plain_logits, policy, length)
+            if not policy.computes_equally(compute):
                 raise ValueError(
                     f"{type(policy.model).__name__} cannot be sampled: decode steps with its cache "
                     "give other logits than its forward pass: take another architecture"
@@ -47,20 +48,30 @@ def matches_model(
 
     ``gathered``: see :class:`LlamaDecoder`.
     """
-    if not packing_enabled(policy.model) or not has_llama_layers(policy.backbone):
+    if not packing_enabled(policy.model):
         return False
+    if not has_llama_layers(policy.backbone):
+        return False
+
     # Some models scale queries by position.
-    far = max((policy.context_length or 2**20) - LENGTH - 3, 0)
+    context = policy.context_length or 2**20
+    decoded = partial(
+        _decoded,
+        policy,
+        LENGTH,
+        far=max(context - LENGTH - 3, 0),
+    )
     fp32 = torch.autocast(policy.device.type, enabled=False)
     with policy.inference(), fp32, ieee_fp32():
-        _, expected = _decoded(policy, LENGTH, None, far)
+        _, expected = decoded()
         try:
-            _, found = _decoded(policy, LENGTH, LlamaDecoder(policy.backbone, gathered), far)
+            decoder = LlamaDecoder(policy.backbone, gathered)
+            _, found = decoded(decoder)
         except Exception:  # modules with Llama's names, but with another interface
             return False
     expected_NV = torch.cat(expected)
-    tolerance = 5e-5 * float(expected_NV.abs().max())
-    return torch.allclose(torch.cat(found), expected_NV, rtol=0, atol=tolerance)
+    error = (torch.cat(found) - expected_NV).abs().max()
+    return bool(error <= 5e-5 * expected_NV.abs().max())
 
 
 def _decoded_and_plain_logits(policy: Policy, length: int) -> tuple[Tensor, Tensor]:
@@ -69,8 +80,8 @@ def _decoded_and_plain_logits(policy: Policy, length: int) -> tuple[Tensor, Tens
     plain = []
     for sequence, logits_NV in zip(sequences, decoded, strict=True):
         ids_1S = torch.tensor([sequence], device=policy.device)
-        logits_SV = policy.model(input_ids=ids_1S, use_cache=False).logits[0]
-        plain.append(logits_SV[-len(logits_NV) :])
+        logits_1SV = policy.model(input_ids=ids_1S, use_cache=False).logits
+        plain.append(logits_1SV[0, -len(logits_NV) :])
     return torch.cat(decoded), torch.cat(plain)
 
 
@@ -85,20 +96,35 @@ def _decoded(
     Prompts of ``length`` and fewer tokens continue by fixed tokens, as a rollout decodes them; two
     rows leave on the way. The others continue up to ``far`` positions further.
     """
-    vocabulary = policy.model.get_input_embeddings().weight.shape[0]
-    generator = torch.Generator().manual_seed(0)
-    ids = tuple(torch.randint(vocabulary, (max(24, length),), generator=generator).tolist())
+    embedding = policy.model.get_input_embeddings()
+    ids_N = torch.randint(
+        len(embedding.weight),
+        (max(24, length),),
+        generator=torch.Generator().manual_seed(0),
+    )
+    ids = ids_N.tolist()
     prompts = [ids[:length], ids[7:11], ids[7:11], ids[11:12]]
     answers = [ids[12:13], ids[13:14], ids[14:17], ids[17:20]]
-    decoder, logits_RV = prefill(policy, llama_decoder, prompts, capacity=3)
+
+    decoder, logits_RV = prefill(
+        policy,
+        llama_decoder,
+        list(map(tuple, prompts)),
+        capacity=3,
+    )
     decoder.positions_R += decoder.positions_R.new_tensor([0, 0, far // 2, far])
     logits = [[logits_V] for logits_V in logits_RV]
+    rows = [0, 1, 2, 3]
     for step in range(3):
-        rows = [2, 3] if step else [0, 1, 2, 3]
         if step == 1:
+            rows = [2, 3]
             decoder.keep_rows(torch.tensor(rows, device=policy.device))
-        token_R = torch.tensor([answers[row][step] for row in rows], device=policy.device)
-        for row, logits_V in zip(rows, decoder.step(token_R), strict=True):
+        tokens = [answers[row][step] for row in rows]
+        logits_RV = decoder.step(torch.tensor(tokens, device=policy.device))
+        for row, logits_V in zip(rows, logits_RV, strict=True):
             logits[row].append(logits_V)
-    sequences = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
+
+    sequences = []
+    for prompt, answer in zip(prompts, answers, strict=True):
+        sequences.append(prompt + answer)
     return sequences, [torch.stack(of_row) for of_row in logits]

@@ -21,6 +21,7 @@ tokens that a step attends to, ``V`` vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 
@@ -83,7 +84,10 @@ class CUDAGraphRunner:
         while True:
             end = batch.num_drawn
             batch.read(start, stops.ids)
-            live = [slot for slot, row in enumerate(batch.rows) if not decoded.finished[row]]
+            live = []
+            for slot, row in enumerate(batch.rows):
+                if not decoded.finished[row]:
+                    live.append(slot)
             goes_on = live and end < sampling.max_completion_length
             if goes_on:
                 self._queue_steps(batch, live)
@@ -93,10 +97,11 @@ class CUDAGraphRunner:
             for row, length in enumerate(decoded.lengths):
                 if stops.strings and length > start:
                     first = max(start + 1 - stops.span, 0)
-                    tokens = decoded.tokens_RT[row, first : min(end, length)].tolist()
-                    stop = stops.first_end(tokens, start - first)
+                    tokens = decoded.tokens_RT[row, first : min(end, length)]
+                    stop = stops.first_end(tokens.tolist(), start - first)
                     if stop:
-                        length = decoded.lengths[row] = first + stop
+                        length = first + stop
+                        decoded.lengths[row] = length
                         decoded.finished[row] = True
                 num_new += max(min(end, length) - start, 0)
             if on_tokens is not None:
@@ -111,7 +116,8 @@ class CUDAGraphRunner:
         end = min(batch.num_drawn + SYNC_EVERY, T)
         if 1 < len(live) <= len(batch.rows) // 4:
             batch.keep(live)
-        width = min(-(-(end - 1) // OWN_BUCKET) * OWN_BUCKET, T)
+        num_buckets = math.ceil((end - 1) / OWN_BUCKET)
+        width = min(num_buckets * OWN_BUCKET, T)
         if batch.cache is None or len(batch.cache.index_C) != width:
             batch.attend_to(width)
             batch.replay = self._captured(batch.step)
@@ -134,7 +140,7 @@ class CUDAGraphRunner:
         pool = None if self._graph is None else self._graph.pool()
         # NCCL's threads may call CUDA meanwhile. (The thread that saves does not.)
         capture = torch.cuda.graph(graph, pool, capture_error_mode="thread_local")
-        # If the capture ends with an error, only the first of these restores the stream.
+        # If the capture ends with an error, only the outer block restores the stream.
         with torch.cuda.stream(torch.cuda.current_stream()), capture:
             step()
         self._graph = graph
@@ -148,16 +154,16 @@ class CUDAGraphRunner:
         """
         decoder = batch.decoder
         num_own = batch.num_drawn - 1
-        logits = []
-        for hidden_of_token in (
-            decoder.hidden_of_token,
-            partial(forked_hidden, self.policy.backbone),
-        ):
+        token_S = batch.tokens_ST[:, num_own]
+        positions_S = decoder.positions_R + num_own
+
+        def logits_by(hidden_of_token: Callable) -> Tensor:
             decoder.cache.length = num_own
-            token_S = batch.tokens_ST[:, num_own]
-            hidden_SH = hidden_of_token(token_S, decoder.positions_R + num_own, decoder.cache)
-            logits.append(decoder.head(hidden_SH).float())
-        expected_SV, other_SV = logits
+            hidden_SH = hidden_of_token(token_S, positions_S, decoder.cache)
+            return decoder.head(hidden_SH).float()
+
+        expected_SV = logits_by(decoder.hidden_of_token)
+        other_SV = logits_by(partial(forked_hidden, self.policy.backbone))
 
         # The replay must read the keys and values that it stores itself.
         for buffers in decoder.cache.own.values():
@@ -169,13 +175,16 @@ class CUDAGraphRunner:
         error_S = (batch.logits_SV.float() - expected_SV).std(dim=-1)
         noise = (other_SV - expected_SV).std(dim=-1).mean()
         scale = expected_SV.std(dim=-1).mean()
-        limit = torch.maximum(4 * noise, LEAST_LIMIT[self.policy.precision] * scale)
+        least = LEAST_LIMIT[self.policy.precision] * scale
+        limit = torch.maximum(4 * noise, least)
         agrees = error_S.mean() <= limit and error_S.max() <= 5 * limit
 
         drawn = draw(batch.logits_SV, batch.uniforms(), batch.sampling)
-        recorded = (batch.tokens_ST[:, num_own + 1], batch.logprobs_ST[:, num_own + 1])
-        agrees = agrees and all(map(torch.equal, drawn, recorded))
-        if not agrees:
+        recorded = (
+            batch.tokens_ST[:, num_own + 1],
+            batch.logprobs_ST[:, num_own + 1],
+        )
+        if not (agrees and all(map(torch.equal, drawn, recorded))):
             raise RuntimeError("they give other results than the same steps without graphs")
         self.verified.add(batch.sampling.is_greedy)
 

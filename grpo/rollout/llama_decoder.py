@@ -79,14 +79,16 @@ class LlamaDecoder:
             cos_R1D, sin_R1D = backbone.rotary_emb(x, position_ids=positions_R[:, None])
             # rotate_half(q) * sin == roll(q) * sin with the first half of sin negated:
             # one negation for all layers.
-            half = sin_R1D.shape[-1] // 2
-            sin_R1D = torch.cat([-sin_R1D[..., :half], sin_R1D[..., half:]], dim=-1)
+            first_half, second_half = sin_R1D.chunk(2, dim=-1)
+            sin_R1D = torch.cat([-first_half, second_half], dim=-1)
             change = None
             for number, layer in enumerate(self.layers):
                 with self.gathered(layer.module):
                     x, change = layer(x, change, cos_R1D, sin_R1D, number, cache)
             # In the dtype of the other norms, so that one compilation serves all.
-            return _add_and_norm(x, change, backbone.norm, self.layers[0].dtype)[1]
+            dtype = self.layers[0].dtype
+            _, normed = _add_and_norm(x, change, backbone.norm, dtype)
+            return normed
 
 
 class _Layer:
@@ -114,10 +116,10 @@ class _Layer:
 
     def __call__(
         self,
-        x: Tensor,
+        x,
         change: Tensor | None,
-        cos_R1D: Tensor,
-        sin_R1D: Tensor,
+        cos_R1D,
+        sin_R1D,
         number: int,
         cache: ForkedCache,
     ) -> tuple[Tensor, Tensor]:
@@ -130,21 +132,26 @@ class _Layer:
         else:
             x, normed = _add_and_norm(x, change, self.norm, self.dtype)
 
-        heads = self.qkv(normed).view(len(x), self.H + 2 * self.K, self.D)
-        q_and_k, v = heads.split([self.H + self.K, self.K], dim=1)
+        H = self.H
+        K = self.K
+        heads = self.qkv(normed).view(len(x), H + 2 * K, self.D)
         turned = _rotated(
-            q_and_k,
-            self.H,
+            heads[:, : H + K],
+            H,
             self.q_norm,
             self.k_norm,
             cos_R1D,
             sin_R1D,
             cache.dtype,
         )
-        q, k = turned.split([self.H, self.K], dim=1)
-        attended = cache.attend(number, q[:, :, None], k[:, :, None], v[:, :, None], self.scaling)
-
-        change = self.o(attended.view(len(x), self.H * self.D))
+        attended = cache.attend(
+            number,
+            turned[:, :H, None],
+            turned[:, H:, None],
+            heads[:, H + K :, None],
+            self.scaling,
+        )
+        change = self.o(attended.view(len(x), H * self.D))
         x, normed = _add_and_norm(x, change, self.mlp_norm, self.mlp_dtype)
         return x, self.down(_gated(self.gate_up(normed), self.activation))
 
@@ -152,19 +159,37 @@ class _Layer:
 def _norm(x: Tensor, norm: nn.Module, dtype: torch.dtype | None = None) -> Tensor:
     """The RMS norm of ``x`` in ``dtype``; None: as the norm computes it."""
     weight = norm.weight
-    normed = torch.rms_norm(x.to(weight.dtype), weight.shape, weight, norm.variance_epsilon)
-    return normed.to(dtype or normed.dtype)
+    normed = torch.rms_norm(
+        x.to(weight.dtype),
+        weight.shape,
+        weight,
+        norm.variance_epsilon,
+    )
+    return normed if dtype is None else normed.to(dtype)
 
 
 @fast_paths.compiled(fast_paths.STEP)
-def _add_and_norm(x: Tensor, change: Tensor, norm: nn.Module, dtype) -> tuple[Tensor, Tensor]:
+def _add_and_norm(
+    x: Tensor,
+    change: Tensor,
+    norm: nn.Module,
+    dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor]:
     """``x + change`` and its RMS norm."""
     x = x + change
     return x, _norm(x, norm, dtype)
 
 
 @fast_paths.compiled(fast_paths.STEP)
-def _rotated(q_and_k: Tensor, H: int, q_norm, k_norm, cos_R1D, sin_R1D, dtype) -> Tensor:
+def _rotated(
+    q_and_k: Tensor,
+    H: int,
+    q_norm: nn.Module | None,
+    k_norm: nn.Module | None,
+    cos_R1D,
+    sin_R1D,
+    dtype,
+) -> Tensor:
     """Queries and keys ``[R, H + K, D]``, turned by their position.
 
     Some models have norms of heads, which come before.
