@@ -74,7 +74,10 @@ def matches_model(
     return bool(error <= 5e-5 * expected_NV.abs().max())
 
 
-def _decoded_and_plain_logits(policy: Policy, length: int) -> tuple[Tensor, Tensor]:
+def _decoded_and_plain_logits(
+    policy: Policy,
+    length: int,
+) -> tuple[Tensor, Tensor]:
     """Logits ``[N, V]`` by decode steps with a cache, and by a forward pass over each row."""
     sequences, decoded = _decoded(policy, length)
     plain = []

@@ -51,7 +51,12 @@ class CUDAGraphRunner:
     ``capture=False`` runs the same steps without graphs, on any device.
     """
 
-    def __init__(self, policy: Policy, *, capture: bool = True):
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        capture: bool = True,
+    ):
         self.policy = policy
         self.capture = capture
         self.fast_parts = [fast_paths.STEP] if fast_paths.may_use(policy.device) else []
@@ -82,8 +87,8 @@ class CUDAGraphRunner:
         decoded = batch.decoded
         start = 0  # tokens of each row that the host has read
         while True:
-            end = batch.num_drawn
-            batch.read(start, stops.ids)
+            end = decoder.cache.length + 1  # the last token drawn is not in the cache yet
+            batch.read(start, end, stops.ids)
             live = []
             for slot, row in enumerate(batch.rows):
                 if not decoded.finished[row]:
@@ -112,21 +117,22 @@ class CUDAGraphRunner:
 
     def _queue_steps(self, batch: _Batch, live: list[int]) -> None:
         """Let the device compute the next tokens; the rows of the slots ``live`` have not ended."""
-        T = batch.sampling.max_completion_length
-        end = min(batch.num_drawn + SYNC_EVERY, T)
         if 1 < len(live) <= len(batch.rows) // 4:
             batch.keep(live)
-        num_buckets = math.ceil((end - 1) / OWN_BUCKET)
+        cache = batch.decoder.cache
+        T = batch.sampling.max_completion_length
+        end = min(cache.length + SYNC_EVERY, T - 1)
+        num_buckets = math.ceil(end / OWN_BUCKET)
         width = min(num_buckets * OWN_BUCKET, T)
         if batch.cache is None or len(batch.cache.index_C) != width:
-            batch.attend_to(width)
+            batch.cache = FixedWidthCache(cache, batch.last_1, width)
             batch.replay = self._captured(batch.step)
-            batch.num_drawn += 1
-        if batch.sampling.is_greedy not in self.verified and batch.num_drawn < end:
+            cache.length += 1
+        if batch.sampling.is_greedy not in self.verified and cache.length < end:
             self._check(batch)
-        while batch.num_drawn < end:
+        while cache.length < end:
             batch.replay()
-            batch.num_drawn += 1
+            cache.length += 1
 
     def _captured(self, step: Callable[[], None]) -> Callable[[], None]:
         """Run the step once, which draws a token, then capture it in a graph, which does not.
@@ -153,7 +159,7 @@ class CUDAGraphRunner:
         model's own modules), or if other tokens or log-probs are recorded than these logits give.
         """
         decoder = batch.decoder
-        num_own = batch.num_drawn - 1
+        num_own = decoder.cache.length
         token_S = batch.tokens_ST[:, num_own]
         positions_S = decoder.positions_R + num_own
 
@@ -170,7 +176,6 @@ class CUDAGraphRunner:
             for buffer in buffers:
                 buffer[:, :, num_own] = torch.nan
         batch.replay()
-        batch.num_drawn += 1
 
         error_S = (batch.logits_SV.float() - expected_SV).std(dim=-1)
         noise = (other_SV - expected_SV).std(dim=-1).mean()
@@ -179,7 +184,11 @@ class CUDAGraphRunner:
         limit = torch.maximum(4 * noise, least)
         agrees = error_S.mean() <= limit and error_S.max() <= 5 * limit
 
-        drawn = draw(batch.logits_SV, batch.uniforms(), batch.sampling)
+        drawn = draw(
+            batch.logits_SV,
+            batch.uniforms(),
+            batch.sampling,
+        )
         recorded = (
             batch.tokens_ST[:, num_own + 1],
             batch.logprobs_ST[:, num_own + 1],
@@ -209,8 +218,6 @@ class _Batch:
         """The tokens that the host has read."""
         self.rows = list(range(S))
         """The number of each row in the rollout."""
-        self.num_drawn = 1
-        """Tokens of each row that are drawn, or queued."""
         self.last_1 = decoder.positions_R.new_tensor([-1])
         """Index of the token drawn last, as the device counts. Its keys are not computed yet."""
         self.tokens_ST = decoder.positions_R.new_zeros(S, T)
@@ -221,13 +228,6 @@ class _Batch:
         """The cache as :meth:`step` sees it."""
         self.replay: Callable[[], None] | None = None
         """Computes what :meth:`step` computed when it was captured, with the tensors of then."""
-
-    def attend_to(self, width: int) -> None:
-        """Let the next steps attend to ``width`` own tokens."""
-        # These logits are in the memory pool of graphs, which the next graph may use.
-        self.logits_SV = None
-        self.decoder.cache.length = self.num_drawn - 1
-        self.cache = FixedWidthCache(self.decoder.cache, self.last_1, width)
 
     def step(self) -> None:
         """Compute the logits behind the last token of every row, and draw the next."""
@@ -245,7 +245,11 @@ class _Batch:
     def draw(self, logits_SV: Tensor) -> None:
         """Draw the next token of every row, without a host sync."""
         self.last_1.add_(1)
-        token_S, logprob_S = draw(logits_SV, self.uniforms(), self.sampling)
+        token_S, logprob_S = draw(
+            logits_SV,
+            self.uniforms(),
+            self.sampling,
+        )
         self.tokens_ST.index_copy_(1, self.last_1, token_S[:, None])
         self.logprobs_ST.index_copy_(1, self.last_1, logprob_S[:, None])
 
@@ -255,17 +259,18 @@ class _Batch:
             return None
         return self.uniforms_ST.index_select(1, self.last_1).squeeze(1)
 
-    def read(self, start: int, end_ids: list[int]) -> None:
-        """Copy the tokens from ``start`` on to the host, which waits for them.
+    def read(self, start: int, end: int, end_ids: list[int]) -> None:
+        """Copy the tokens of these numbers to the host, which waits for them.
 
         Rows that drew one of ``end_ids`` have ended.
         """
         decoded = self.decoded
-        new = slice(start, self.num_drawn)
+        new = slice(start, end)
         tokens_SN = self.tokens_ST[:, new].cpu()
         decoded.tokens_RT[self.rows, new] = tokens_SN
         decoded.logprobs_RT[self.rows, new] = self.logprobs_ST[:, new].cpu()
-        for slot, token in torch.isin(tokens_SN, torch.tensor(end_ids)).nonzero().tolist():
+        is_end_SN = torch.isin(tokens_SN, torch.tensor(end_ids))
+        for slot, token in is_end_SN.nonzero().tolist():
             row = self.rows[slot]
             if not decoded.finished[row]:
                 decoded.lengths[row] = start + token + 1
@@ -274,7 +279,6 @@ class _Batch:
     def keep(self, slots: list[int]) -> None:
         """Drop all rows but these."""
         self.cache = None  # frees the keys and values of the prompts before they are copied
-        self.decoder.cache.length = self.num_drawn - 1
         index_S = self.last_1.new_tensor(slots)
         self.decoder.keep_rows(index_S)
         self.rows = [self.rows[slot] for slot in slots]
@@ -290,7 +294,12 @@ class FixedWidthCache(ForkedCache):
     The device counts those that are computed.
     """
 
-    def __init__(self, cache: ForkedCache, last_1: Tensor, width: int):
+    def __init__(
+        self,
+        cache: ForkedCache,
+        last_1: Tensor,
+        width: int,
+    ):
         """Shares what ``cache`` holds; ``last_1``: index of the token that is being computed."""
         vars(self).update(vars(cache))
         self.use_cpu_kernel = False
@@ -303,9 +312,15 @@ class FixedWidthCache(ForkedCache):
                 buffer[:, :, cache.length : width] = 0.0
 
     def begin_token(self) -> None:
-        self.own_bias = additive_mask((self.index_C > self.last_1)[None], self.dtype)
+        is_later_C = self.index_C > self.last_1
+        self.own_bias = additive_mask(is_later_C[None], self.dtype)
 
-    def _store_token(self, layer: int, k_RK1D: Tensor, v_RK1D: Tensor) -> None:
+    def _store_token(
+        self,
+        layer: int,
+        k_RK1D: Tensor,
+        v_RK1D: Tensor,
+    ) -> None:
         if layer not in self.own:  # before anything is captured
             super()._store_token(layer, k_RK1D, v_RK1D)
             for buffer in self.own[layer]:
