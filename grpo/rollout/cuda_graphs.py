@@ -83,6 +83,7 @@ class CUDAGraphRunner:
         stops = Stops(self.policy, sampling.stop)
         decoder, logits_RV = prefill(prompts, sampling.max_completion_length)
         batch = _Batch(decoder, uniforms_RT, sampling, self.fast_parts)
+        batch.needs_check = sampling.is_greedy not in self.verified
         batch.draw(logits_RV)
         decoded = batch.decoded
         start = 0  # tokens of each row that the host has read
@@ -128,7 +129,7 @@ class CUDAGraphRunner:
             batch.cache = FixedWidthCache(cache, batch.last_1, width)
             batch.replay = self._captured(batch.step)
             cache.length += 1
-        if batch.sampling.is_greedy not in self.verified and cache.length < end:
+        if batch.needs_check and cache.length < end:
             self._check(batch)
         while cache.length < end:
             batch.replay()
@@ -214,6 +215,8 @@ class _Batch:
         self.uniforms_ST = uniforms_RT
         self.sampling = sampling
         self.fast_parts = fast_parts
+        self.needs_check = False
+        """True if one step of each block is checked."""
         self.decoded = Decoded.empty(S, T)
         """The tokens that the host has read."""
         self.rows = list(range(S))

@@ -136,6 +136,18 @@ def test_what_cannot_be_captured_or_is_wrong_is_decoded_by_the_loop(random_model
     assert len(said) == 1 and reason in said[0] and engine.graphs is None
 
 
+def test_each_block_of_the_first_wave_is_checked(random_model, monkeypatch):
+    """Also those of graphs that are captured later, for fewer rows or more tokens."""
+    _, engine = engines(random_model)
+    monkeypatch.setattr(graphs_module, "OWN_BUCKET", 16)
+    checked = []
+    check = CUDAGraphRunner._check
+    monkeypatch.setattr(CUDAGraphRunner, "_check", lambda self, batch: checked.append(1) or check(self, batch))
+    problems = problems_of(engine.policy, *TEXTS)
+    first, second = [engine.generate(problems, SAMPLING, seed_key=SEED_KEY) and len(checked) for _ in range(2)]
+    assert first == second == 5, "40 tokens are 5 blocks of 8"
+
+
 def test_a_batch_is_captured_anew_when_a_quarter_is_left_but_never_one_row(random_model, monkeypatch):
     _, engine = engines(random_model)
     sizes = []
