@@ -324,10 +324,6 @@ class FixedWidthCache(ForkedCache):
         k_RK1D: Tensor,
         v_RK1D: Tensor,
     ) -> None:
-        if layer not in self.own:  # before anything is captured
-            super()._store_token(layer, k_RK1D, v_RK1D)
-            for buffer in self.own[layer]:
-                buffer.zero_()
         keys, values = self.own[layer]
         keys.index_copy_(2, self.last_1, k_RK1D)
         values.index_copy_(2, self.last_1, v_RK1D)
