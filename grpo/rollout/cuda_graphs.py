@@ -125,7 +125,7 @@ class CUDAGraphRunner:
         end = min(cache.length + SYNC_EVERY, T - 1)
         num_buckets = math.ceil(end / OWN_BUCKET)
         width = min(num_buckets * OWN_BUCKET, T)
-        if batch.cache is None or len(batch.cache.index_C) != width:
+        if batch.cache is None or batch.cache.length != width:
             batch.cache = FixedWidthCache(cache, batch.last_1, width)
             batch.replay = self._captured(batch.step)
             cache.length += 1
@@ -294,7 +294,7 @@ class _Batch:
 class FixedWidthCache(ForkedCache):
     """A cache as captured steps see it, which attend to ``width`` own tokens.
 
-    The device counts those that are computed.
+    The device counts those that are computed, and masks the others.
     """
 
     def __init__(
@@ -309,10 +309,6 @@ class FixedWidthCache(ForkedCache):
         self.last_1 = last_1
         self.index_C = torch.arange(width, device=last_1.device)
         self.length = width
-        for buffers in self.own.values():
-            for buffer in buffers:
-                # Masked, but 0 times uninitialised memory could be NaN.
-                buffer[:, :, cache.length : width] = 0.0
 
     def begin_token(self) -> None:
         is_later_C = self.index_C > self.last_1
