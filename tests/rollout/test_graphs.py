@@ -1,6 +1,7 @@
 """Decode steps in fixed shapes give the decode loop's tokens; without capturing (``tests/cuda``: with it)."""
 
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -208,6 +209,33 @@ def test_steps_whose_compilation_fails_are_captured_without(random_model, monkey
     compiled.clear()
     loop.generate(problems, SAMPLING, seed_key=SEED_KEY)
     assert not compiled, "without graphs nothing is compiled"
+
+
+def test_steps_are_compiled_in_the_first_rollout_alone(random_model, monkeypatch):
+    """Whatever the number of rows and prompts, the lengths and the kind of sampling of those that follow."""
+    compiled = []
+
+    def backend(graph, inputs):
+        compiled.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    fast_paths.reset()
+    _, engine = engines(random_model)
+    engine.graphs.fast_parts = [fast_paths.STEP]
+    numbers = []
+    for texts, changes in (
+        (TEXTS, {}),
+        (TEXTS, {"temperature": 0.0, "num_generations": 1}),
+        (TEXTS[:2], {"num_generations": 2, "top_p": 0.9, "max_completion_length": 60}),
+        (TEXTS[:1], {"num_generations": 2}),
+        (TEXTS, {"tokens_in_flight": 170}),
+    ):
+        problems = problems_of(engine.policy, *texts)
+        engine.generate(problems, replace(SAMPLING, **changes), seed_key=SEED_KEY)
+        numbers.append(len(compiled))
+    fast_paths.reset()
+    assert numbers == [4] * 5, "norms, rotation, MLP and attention, once each"
 
 
 def test_greedy_and_sampled_rollouts_are_each_checked(random_model, monkeypatch):
