@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 from grpo.algorithm.batch import AllowedTokens
 from grpo.attention import packing_enabled
 from grpo.model import Policy
-from grpo.rollout.draw import SamplingParams, draw, draw_and_record
+from grpo.rollout.draw import SamplingParams, draw_and_record
 from grpo.rollout.interface import Replies
 from grpo.rollout.prefill import DynamicCacheDecoder, ForkedCacheDecoder
 from grpo.rollout.stops import Stops
@@ -48,8 +49,13 @@ class Decoded(NamedTuple):
 
     @classmethod
     def empty(cls, R: int, T: int) -> Decoded:
-        is_answer_RT = torch.zeros(R, T, dtype=torch.bool)
-        return cls(torch.zeros(R, T, dtype=torch.long), torch.zeros(R, T), [T] * R, [False] * R, is_answer_RT)
+        return cls(
+            tokens_RT=torch.zeros(R, T, dtype=torch.long),
+            logprobs_RT=torch.zeros(R, T),
+            lengths=[T] * R,
+            finished=[False] * R,
+            is_answer_RT=torch.zeros(R, T, dtype=torch.bool),
+        )
 
 
 def decode(
@@ -67,173 +73,226 @@ def decode(
     packed, rows must start together: when all others have ended. ``uniforms_RT`` draw the tokens, on the policy's
     device; None: greedy. ``on_tokens`` is called with the number of tokens drawn since its last call.
     """
-    R, T, device = len(prompts), sampling.max_completion_length, policy.device
-    stops, decoded = Stops(policy, sampling.stop), Decoded.empty(R, T)
-    end_ids = torch.tensor(stops.ids)
-    allowed_ids: list[list[Tensor]] = [[] for _ in prompts]  # of each row and token
-    rows_can_join, capacity = packing_enabled(policy.model), T
+    R = len(prompts)
+    T = sampling.max_completion_length
+    stops = Stops(policy, sampling.stop)
+    end_ids = set(stops.ids)
+    decoded = Decoded.empty(R, T)
+    none_allowed = torch.empty(0, dtype=torch.int32)
+    allowed_ids = [[none_allowed] * T for _ in prompts] if sampling.records_allowed else []
+
+    rows_can_join = packing_enabled(policy.model)
+    capacity = T
     if rows_can_join and num_admissible(prompts, [], 0, sampling, T) < R:
         capacity += T // MARGIN_SHARE + 1
-    rows_B, live_B = [], torch.ones(0, dtype=torch.bool)  # an ended row is not live, and remains until it is taken out
-    t_B = torch.zeros(0, dtype=torch.long)  # index of each row's next token
-    decoder = logits_BV = None
-    num_started, memory_was_freed = 0, True
-    away = RowsAway(prefill, prompts, decoded, capacity, rows_can_join)
-    turn_starts = [0] * R  # index of the first token of each row's turn
 
-    def join(new_decoder: Decoder, new_logits_NV: Tensor, new_rows: Sequence[int], new_t: Sequence[int]) -> None:
-        nonlocal decoder, logits_BV, rows_B, t_B, live_B
-        live = live_B.nonzero().flatten()
-        live_rows = [rows_B[b] for b in live.tolist()]
-        if live_rows:
-            decoder.keep_rows(live.to(device))
-            decoder.add_rows(new_decoder)
-            logits_BV = torch.cat([logits_BV[live.to(device)], new_logits_NV])
-        else:
-            decoder, logits_BV = new_decoder, new_logits_NV
-        rows_B, t_B = [*live_rows, *new_rows], torch.cat([t_B[live], torch.tensor(new_t, dtype=torch.long)])
-        live_B = torch.ones(len(rows_B), dtype=torch.bool)
-
+    batch = _Batch(None, None, [], [])
+    away = _RowsAway(prefill, prompts, decoded, capacity, rows_can_join)
+    num_started = 0
     while True:
-        live = live_B.nonzero().flatten()
-        if away.rows and len(away.rows) >= len(live) and (rows_can_join or not len(live)):
-            num_away = len(away.rows)
-            new_rows, answers, *new = away.come_back()
-            for row, answer in answers.items():
-                sampled = allowed_ids[row][: away.ends[row] - len(answer)]  # a row may draw until it is taken out
-                allowed_ids[row] = sampled + [torch.empty(0, dtype=torch.int32)] * len(answer)
-                turn_starts[row] = away.ends[row]
-            if new_rows:
-                join(*new, new_rows, [turn_starts[row] for row in new_rows])
-            del new  # whose keys and values have been copied
-            memory_was_freed |= len(new_rows) < num_away
-            live = live_B.nonzero().flatten()
-        if num_started < R and memory_was_freed and (rows_can_join or not len(live)):
-            in_flight = [*(rows_B[b] for b in live.tolist()), *away.rows]
-            if count := num_admissible(prompts, in_flight, num_started, sampling, capacity):
+        # Rows come back with their answers, and waiting rows start.
+        if away.rows and len(away.rows) >= batch.num_live and (rows_can_join or not batch.num_live):
+            batch = batch.joined(away.come_back())
+        if num_started < R and (rows_can_join or not batch.num_live):
+            in_flight = [row for _, row, _ in batch.live()] + away.rows
+            count = num_admissible(prompts, in_flight, num_started, sampling, capacity)
+            if count:
                 new_rows = range(num_started, num_started + count)
-                join(*prefill([prompts[row] for row in new_rows], capacity), new_rows, [0] * count)
                 num_started += count
-        num_live = int(live_B.sum())
-        if not num_live:
+                new = prefill([prompts[row] for row in new_rows], capacity)
+                batch = batch.joined(_Batch(*new, new_rows, [0] * count))
+                del new  # whose keys and values have been copied
+        live = batch.live()
+        if not live:
             break
 
-        u_B = None if uniforms_RT is None else uniforms_RT[rows_B, t_B]
-        if sampling.records_allowed:
-            token_B, logprob_B, allowed_BV = draw_and_record(logits_BV, u_B, sampling)
-            ids_K = allowed_BV.nonzero()[:, 1].int().cpu()
-            for row, ids_k in zip(rows_B, ids_K.split(allowed_BV.sum(dim=1).tolist()), strict=True):
-                allowed_ids[row].append(ids_k)
-        else:
-            token_B, logprob_B = draw(logits_BV, u_B, sampling)
+        u_B = None if uniforms_RT is None else uniforms_RT[batch.rows_B, batch.t_B]
+        token_B, logprob_B, allowed_BV = draw_and_record(batch.logits_BV, u_B, sampling)
         drawn_B = token_B.cpu()
-        decoded.tokens_RT[rows_B, t_B], decoded.logprobs_RT[rows_B, t_B] = drawn_B, logprob_B.cpu()
-        finished_B = torch.isin(drawn_B, end_ids)
-        if stops.strings:
-            for b, row in enumerate(rows_B):
-                end = int(t_B[b]) + 1
-                first = max(end - stops.span, turn_starts[row])
-                finished_B[b] |= stops.has_stop(decoded.tokens_RT[row, first:end].tolist())
-        ended = (finished_B & live_B).nonzero().flatten()
-        for b in ended.tolist():
-            row = rows_B[b]
-            decoded.lengths[row] = int(t_B[b]) + 1
-            decoded.finished[row] = True
-        live_B &= ~finished_B & (t_B < T - 1)
-        if replies is not None and len(ended):
-            away.leave(decoder, ended, [rows_B[b] for b in ended.tolist()], turn_starts, replies)
-        live = live_B.nonzero().flatten()
-        memory_was_freed = len(live) + (0 if replies is None else len(ended)) < num_live
+        decoded.tokens_RT[batch.rows_B, batch.t_B] = drawn_B
+        decoded.logprobs_RT[batch.rows_B, batch.t_B] = logprob_B.cpu()
+        if allowed_BV is not None:
+            counts = allowed_BV.sum(dim=1).tolist()
+            ids_of_row = allowed_BV.nonzero()[:, 1].int().cpu().split(counts)
+            for b, row, t in live:
+                allowed_ids[row][t] = ids_of_row[b]
+
+        drawn = drawn_B.tolist()
+        ended = []
+        for b, row, t in live:
+            is_end = drawn[b] in end_ids
+            if stops.strings and not is_end:
+                first = max(t + 1 - stops.span, away.turn_starts[row])
+                is_end = stops.has_stop(decoded.tokens_RT[row, first : t + 1].tolist())
+            if is_end:
+                ended.append(b)
+                decoded.lengths[row] = t + 1
+                decoded.finished[row] = True
+            batch.is_live_B[b] = not is_end and t < T - 1
+        if replies is not None and ended:
+            away.leave(batch, ended, replies)
         if on_tokens is not None:
-            on_tokens(num_live)
-        if not len(live):
+            on_tokens(len(live))
+        if not batch.num_live:
             continue
+
         # Taking rows out copies the cache. A row that has drawn its last token of T must go: it has no further random
         # number, and its next position may exceed the context.
-        num_ended = len(rows_B) - len(live)
-        if num_ended >= max(len(rows_B) // 8, 1) or decoder.is_full or int(t_B.max()) == T - 1:
-            decoder.keep_rows(live.to(device))
-            rows_B, t_B, live_B = [rows_B[b] for b in live.tolist()], t_B[live], live_B[live]
-            token_B = token_B[live.to(device)]
-        logits_BV, t_B = decoder.step(token_B), t_B + 1
-    if not sampling.records_allowed:
-        return decoded
-    allowed = []
-    for ids_T, length in zip(allowed_ids, decoded.lengths, strict=True):
-        counts_T = torch.tensor([len(ids_k) for ids_k in ids_T[:length]], dtype=torch.int32)
-        allowed.append(AllowedTokens(torch.cat(ids_T[:length]), counts_T))
-    return decoded._replace(allowed=allowed)
+        num_ended = len(drawn) - batch.num_live
+        some_are_at_the_end = int(batch.t_B.max()) == T - 1
+        if num_ended >= max(len(drawn) // 8, 1) or batch.decoder.is_full or some_are_at_the_end:
+            token_B = token_B[batch.keep_live()]
+        batch.logits_BV = batch.decoder.step(token_B)
+        batch.t_B += 1
+
+    if sampling.records_allowed:
+        allowed = []
+        for ids_T, length in zip(allowed_ids, decoded.lengths, strict=True):
+            counts = [len(ids_k) for ids_k in ids_T[:length]]
+            allowed.append(AllowedTokens(torch.cat(ids_T), torch.tensor(counts, dtype=torch.int32)))
+        decoded = decoded._replace(allowed=allowed)
+    return decoded
 
 
-class RowsAway:
+class _Batch:
+    """The rows that are decoded together. An ended row is not live, and remains until it is taken out."""
+
+    def __init__(self, decoder: Decoder | None, logits_BV: Tensor | None, rows: Sequence[int], t: Sequence[int]):
+        self.decoder = decoder
+        self.logits_BV = logits_BV
+        self.rows_B = torch.tensor(rows, dtype=torch.long)
+        self.t_B = torch.tensor(t, dtype=torch.long)
+        """Index of each row's next token."""
+        self.is_live_B = torch.ones(len(rows), dtype=torch.bool)
+
+    @property
+    def num_live(self) -> int:
+        return int(self.is_live_B.sum())
+
+    def live(self) -> list[tuple[int, int, int]]:
+        """Of each live row: its place in the batch, its number, and the index of its next token."""
+        places = self.is_live_B.nonzero().flatten()
+        return list(zip(places.tolist(), self.rows_B[places].tolist(), self.t_B[places].tolist(), strict=True))
+
+    def keep_live(self) -> Tensor:
+        """Take ended rows out. Returns the places, on the device, that the others had."""
+        places = self.is_live_B.nonzero().flatten()
+        self.rows_B = self.rows_B[places]
+        self.t_B = self.t_B[places]
+        self.is_live_B = self.is_live_B[places]
+        places = places.to(self.logits_BV.device)
+        self.decoder.keep_rows(places)
+        return places
+
+    def joined(self, new: _Batch) -> _Batch:
+        """The live rows of both."""
+        if not self.num_live or not new.num_live:
+            return self if self.num_live else new
+        kept = self.keep_live()
+        self.decoder.add_rows(new.decoder)
+        return _Batch(
+            self.decoder,
+            torch.cat([self.logits_BV[kept], new.logits_BV]),
+            self.rows_B.tolist() + new.rows_B.tolist(),
+            self.t_B.tolist() + new.t_B.tolist(),
+        )
+
+
+class _RowsAway:
     """The rows that have ended a turn and wait for an answer, with their keys and values.
 
     In the cache of models that cannot be packed rows cannot join, so theirs are computed again with the answer.
     """
 
     def __init__(self, prefill: Prefill, prompts: Prompts, decoded: Decoded, capacity: int, rows_can_join: bool):
-        self.prefill, self.prompts, self.decoded, self.capacity = prefill, prompts, decoded, capacity
+        self.prefill = prefill
+        self.prompts = prompts
+        self.decoded = decoded
+        self.capacity = capacity
         self.rows_can_join = rows_can_join
+        self.turn_starts = [0] * len(prompts)
+        """Index of the first token of each row's turn."""
         self.rows: list[int] = []
-        self.ends: dict[int, int] = {}
-        """The number of tokens of each row that has been away, with the newest answer."""
         self._answers: list[Future[Sequence[int] | None]] = []
-        self._decoder: Decoder | None = None
+        self._decoder: ForkedCacheDecoder | None = None
 
-    def leave(
-        self, decoder: Decoder, positions: Tensor, rows: list[int], turn_starts: list[int], replies: Replies
-    ) -> None:
-        """Take over rows of the batch, at these positions in the decoder, and ask for their answers."""
+    def leave(self, batch: _Batch, ended: list[int], replies: Replies) -> None:
+        """Take over the rows at these places in the batch, and ask for their answers."""
         if self.rows_can_join:
-            part = decoder.split(positions.to(decoder.positions_R.device))
-            if self.rows:
-                self._decoder.add_rows(part)
-            else:
+            part = batch.decoder.split(torch.tensor(ended, device=batch.logits_BV.device))
+            if self._decoder is None:
                 self._decoder = part
-        for row in rows:
-            turn = self.decoded.tokens_RT[row, turn_starts[row] : self.decoded.lengths[row]]
+            else:
+                self._decoder.add_rows(part)
+        for row in batch.rows_B[ended].tolist():
+            turn = self.decoded.tokens_RT[row, self.turn_starts[row] : self.decoded.lengths[row]]
+            self.rows.append(row)
             self._answers.append(replies(row, turn.tolist()))
-        self.rows += rows
 
-    def come_back(self) -> tuple[list[int], dict[int, Sequence[int]], Decoder | None, Tensor | None]:
-        """Wait for all answers, and append them: the rows that go on, their answers, decoder and logits."""
-        found = zip(self.rows, self._answers, strict=True)
-        answers = {row: answer for row, future in found if (answer := future.result()) is not None}
-        going_on, rows = [i for i, row in enumerate(self.rows) if row in answers], list(answers)
-        decoder, self._decoder, self.rows, self._answers = self._decoder, None, [], []
+    def come_back(self) -> _Batch:
+        """Wait for all answers, and append them. Returns the rows that go on."""
+        decoded = self.decoded
+        going_on = []
+        rows = []
+        new_tokens = []
+        for i, (row, future) in enumerate(zip(self.rows, self._answers, strict=True)):
+            answer = future.result()
+            if answer is None:
+                continue
+            start = decoded.lengths[row]
+            end = start + len(answer)
+            assert end < decoded.tokens_RT.shape[1], "an answer leaves no room for another turn"
+            decoded.tokens_RT[row, start:end] = torch.tensor(answer)
+            decoded.logprobs_RT[row, start:end] = 0.0
+            decoded.is_answer_RT[row, start:end] = True
+            # Until another turn ends:
+            decoded.lengths[row] = decoded.tokens_RT.shape[1]
+            decoded.finished[row] = False
+            self.turn_starts[row] = end
+            going_on.append(i)
+            rows.append(row)
+            # The last token of the turn has been drawn, and not been computed.
+            new_tokens.append(decoded.tokens_RT[row, start - 1 : end].tolist())
+
+        decoder = self._decoder
+        self.rows = []
+        self._answers = []
+        self._decoder = None
+        starts = [self.turn_starts[row] for row in rows]
         if not rows:
-            return [], {}, None, None
-        d, T, last_tokens = self.decoded, self.decoded.tokens_RT.shape[1], {}
-        for row, answer in answers.items():
-            end = d.lengths[row]
-            last_tokens[row], self.ends[row] = int(d.tokens_RT[row, end - 1]), end + len(answer)
-            assert self.ends[row] < T, "an answer leaves no room for another turn"
-            d.tokens_RT[row, end : self.ends[row]] = torch.tensor(answer)
-            d.logprobs_RT[row, end : self.ends[row]], d.is_answer_RT[row, end : self.ends[row]] = 0.0, True
-            d.lengths[row], d.finished[row] = T, False  # until another turn ends
-        if self.rows_can_join:  # the last token of the turn has been drawn, and not been computed
+            return _Batch(None, None, [], [])
+        if self.rows_can_join:
             decoder.keep_rows(torch.tensor(going_on, device=decoder.positions_R.device))
-            return rows, answers, decoder, decoder.extend([(last_tokens[row], *answers[row]) for row in rows])
-        prefixes = [(*self.prompts[row], *d.tokens_RT[row, : self.ends[row]].tolist()) for row in rows]
-        return rows, answers, *self.prefill(prefixes, self.capacity)
+            return _Batch(decoder, decoder.extend(new_tokens), rows, starts)
+        prefixes = []
+        for row, start in zip(rows, starts, strict=True):
+            prefixes.append((*self.prompts[row], *decoded.tokens_RT[row, :start].tolist()))
+        return _Batch(*self.prefill(prefixes, self.capacity), rows, starts)
 
 
-def num_admissible(prompts: Prompts, in_flight: list[int], num_started: int, sampling, capacity: int) -> int:
+def num_admissible(
+    prompts: Prompts,
+    in_flight: Sequence[int],
+    num_started: int,
+    sampling: SamplingParams,
+    capacity: int,
+) -> int:
     """The number of waiting rows that may start beside those in flight, under ``tokens_in_flight`` tokens of KV cache.
 
     Each row counts as many tokens as the longest prompt of all these rows plus ``capacity``. Only whole groups start.
     If nothing is in flight and not even one group fits, a part of the group starts, and at least one row.
     """
-    R, bound = len(prompts), sampling.tokens_in_flight
-    if bound is None:
-        return R - num_started
-    longest, end = max((len(prompts[row]) for row in in_flight), default=0), num_started
-    while end < R and (len(in_flight) + end + 1 - num_started) * (max(longest, len(prompts[end])) + capacity) <= bound:
-        longest = max(longest, len(prompts[end]))
-        end += 1
-    end_of_group = end
-    while num_started < end_of_group < R and prompts[end_of_group] == prompts[end_of_group - 1]:
-        end_of_group -= 1
-    if end_of_group > num_started or in_flight:
-        return end_of_group - num_started
-    return max(end - num_started, 1)
+    if sampling.tokens_in_flight is None:
+        return len(prompts) - num_started
+    longest = max((len(prompts[row]) for row in in_flight), default=0)
+    count = 0
+    for prompt, group in groupby(prompts[num_started:]):
+        longest = max(longest, len(prompt))
+        room = sampling.tokens_in_flight // (longest + capacity) - len(in_flight) - count
+        size = len(list(group))
+        if size > room:
+            if in_flight or count:
+                return count
+            return max(room, 1)
+        count += size
+    return count

@@ -47,39 +47,48 @@ class SamplingParams:
         return self.keep_sampling_mask and self.is_filtered and not self.is_greedy
 
 
-def draw(logits_RV: Tensor, u_R: Tensor | None, sampling) -> tuple[Tensor, Tensor]:
-    """Draw one token per row: the first whose cumulative probability exceeds ``u_R`` in [0, 1); None: greedy.
-
-    Returns tokens ``[R]`` and their log-probabilities ``[R]``: in nats, at the temperature, before top-k, top-p and
-    min-p, as the loss scores them; greedy decoding returns zeros. NaN where the logits are NaN.
-    """
-    if u_R is None:
-        token_R = logits_RV.argmax(dim=-1)  # of a NaN, if there is one
-        return token_R, 0.0 * logits_RV.float().gather(1, token_R[:, None]).squeeze(1)
-    token_R, logprob_R, _ = _draw(logits_RV, u_R, sampling, False)
+def draw(logits_RV: Tensor, u_R: Tensor | None, sampling: SamplingParams) -> tuple[Tensor, Tensor]:
+    """The tokens and log-probs of :func:`draw_and_record`."""
+    token_R, logprob_R, _ = draw_and_record(logits_RV, u_R, sampling)
     return token_R, logprob_R
 
 
-def draw_and_record(logits_RV: Tensor, u_R: Tensor, sampling) -> tuple[Tensor, ...]:
-    """The tokens of :func:`draw`, their log-probs after the filters, and ``[R, V]`` True at the allowed tokens."""
-    token_R, logprob_R, probs_RV = _draw(logits_RV, u_R, sampling, True)
-    return token_R, logprob_R - probs_RV.sum(dim=-1).log(), probs_RV > 0
+def draw_and_record(
+    logits_RV: Tensor,
+    u_R: Tensor | None,
+    sampling: SamplingParams,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Draw one token per row: the first whose cumulative probability exceeds ``u_R`` in [0, 1); None: greedy.
 
-
-def _draw(logits_RV: Tensor, u_R: Tensor, sampling, records: bool) -> tuple[Tensor, ...]:
-    """Tokens ``[R]``, their log-probs ``[R]`` before the filters, and if it ``records`` probabilities ``[R, V]`` after.
-
-    These are not renormalised.
+    Returns tokens ``[R]``, their log-probabilities ``[R]`` and, if ``sampling.records_allowed``, ``[R, V]`` True at
+    the tokens that the filters allowed. Log-probabilities are in nats, at the temperature, as the loss scores them:
+    before the filters, or over the allowed tokens if these are recorded. They are 0 in greedy decoding, and NaN where
+    the logits are NaN.
     """
-    logits_RV = logits_RV.float() if sampling.temperature == 1.0 else logits_RV.float() / sampling.temperature
+    logits_RV = logits_RV.float()
+    if u_R is None:
+        token_R = logits_RV.argmax(dim=-1)  # of a NaN, if there is one
+        return token_R, 0.0 * _at(logits_RV, token_R), None
+
+    logits_RV = logits_RV / sampling.temperature
     logits_RV = logits_RV - logits_RV.amax(dim=-1, keepdim=True)
     weights_RV = logits_RV.exp()
     kept_RV = filter_probs(weights_RV, sampling)
     token_R, total_R = (first_exceeding_in_blocks if logits_RV.is_cuda else first_exceeding)(kept_RV, u_R)
+
     if sampling.is_filtered:
         total_R = weights_RV.sum(dim=-1, dtype=torch.float64)
-    logprob_R = (logits_RV.gather(1, token_R[:, None]).squeeze(1) - total_R.log()).float()
-    return token_R, logprob_R, (kept_RV / total_R[:, None]).float() if records else None
+    logprob_R = (_at(logits_RV, token_R) - total_R.log()).float()
+    if not sampling.records_allowed:
+        return token_R, logprob_R, None
+    probs_RV = (kept_RV / total_R[:, None]).float()
+    allowed_share_R = probs_RV.sum(dim=-1)
+    return token_R, logprob_R - allowed_share_R.log(), probs_RV > 0
+
+
+def _at(x_RV: Tensor, token_R: Tensor) -> Tensor:
+    """``[R]`` the number at each row's token."""
+    return x_RV.gather(1, token_R[:, None]).squeeze(1)
 
 
 def first_exceeding(probs_RV: Tensor, u_R: Tensor) -> tuple[Tensor, Tensor]:
@@ -90,9 +99,11 @@ def first_exceeding(probs_RV: Tensor, u_R: Tensor) -> tuple[Tensor, Tensor]:
     cdf_RV = deterministic_cumsum(probs_RV)
     total_R1 = cdf_RV[:, -1:]
     # u * total can round up to the total, which would select an index behind the last possible token: stay below.
-    target_R1 = torch.minimum(u_R[:, None] * total_R1, torch.nextafter(total_R1, torch.zeros_like(total_R1)))
-    token_R = torch.searchsorted(cdf_RV, target_R1, right=True).squeeze(1)
-    return token_R.clamp(max=probs_RV.shape[1] - 1), total_R1[:, 0]  # NaN gives the index behind the last token
+    below_total_R1 = torch.nextafter(total_R1, torch.zeros_like(total_R1))
+    target_R1 = torch.minimum(u_R[:, None] * total_R1, below_total_R1)
+    token_R1 = torch.searchsorted(cdf_RV, target_R1, right=True)
+    last = probs_RV.shape[1] - 1  # NaN gives the index behind it
+    return token_R1.squeeze(1).clamp(max=last), total_R1.squeeze(1)
 
 
 def first_exceeding_in_blocks(probs_RV: Tensor, u_R: Tensor) -> tuple[Tensor, Tensor]:
@@ -121,21 +132,25 @@ def filter_probs(probs_RV: Tensor, sampling: SamplingParams) -> Tensor:
     Each filter is the least probability that it keeps: tokens of equal probability stay or go together. The
     probabilities may be multiplied by any number that leaves them at most 1.
     """
-    kept_RV = probs_RV
     if 0 < sampling.top_k < probs_RV.shape[1]:
-        kept_RV = torch.where(kept_RV >= kept_RV.topk(sampling.top_k).values[:, -1:], kept_RV, 0.0)
+        least_R1 = probs_RV.topk(sampling.top_k).values[:, -1:]
+        probs_RV = torch.where(probs_RV >= least_R1, probs_RV, 0.0)
     if sampling.top_p < 1.0:
-        kept_RV = torch.where(kept_RV >= _least_of_top_p(kept_RV, sampling.top_p), kept_RV, 0.0)
+        least_R1 = _least_of_top_p(probs_RV, sampling.top_p)
+        probs_RV = torch.where(probs_RV >= least_R1, probs_RV, 0.0)
     if sampling.min_p > 0.0:
-        kept_RV = torch.where(kept_RV >= sampling.min_p * kept_RV.amax(dim=-1, keepdim=True), kept_RV, 0.0)
-    return kept_RV
+        least_R1 = sampling.min_p * probs_RV.amax(dim=-1, keepdim=True)
+        probs_RV = torch.where(probs_RV >= least_R1, probs_RV, 0.0)
+    return probs_RV
 
 
 def _least_of_top_p(probs_RV: Tensor, top_p: float) -> Tensor:
     """``[R, 1]`` the largest probability so that those of at least it add up to ``top_p`` of the total."""
     sorted_RV = probs_RV.sort(dim=-1, descending=True).values
-    is_kept_RV = deterministic_cumsum(sorted_RV) - sorted_RV < top_p * sorted_RV.sum(dim=-1, keepdim=True)
-    return sorted_RV.gather(1, is_kept_RV.sum(dim=-1, keepdim=True).clamp(min=1) - 1)
+    before_RV = deterministic_cumsum(sorted_RV) - sorted_RV
+    is_kept_RV = before_RV < top_p * sorted_RV.sum(dim=-1, keepdim=True)
+    num_kept_R1 = is_kept_RV.sum(dim=-1, keepdim=True).clamp(min=1)
+    return sorted_RV.gather(1, num_kept_R1 - 1)
 
 
 def deterministic_cumsum(x_RV: Tensor) -> Tensor:

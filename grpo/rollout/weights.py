@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator
 
 import torch
@@ -28,38 +29,39 @@ class FusedLinear:
     """Several linear layers with the same input as one product, computed from a copy of their weights."""
 
     def __init__(self, layers: list[nn.Linear], dtype: torch.dtype):
-        self.layers, self.dtype = layers, dtype
+        self.layers = layers
+        self.dtype = dtype
         self.sizes = [layer.out_features for layer in layers]
         self.weight = torch.cat([effective_weight(layer).to(dtype) for layer in layers])
-        biases = [self.weight.new_zeros(layer.out_features) if layer.bias is None else layer.bias for layer in layers]
-        has_bias = any(layer.bias is not None for layer in layers)
-        self.bias = torch.cat(biases).detach().to(dtype) if has_bias else None
-        self.is_reordered = _can_reorder(self.weight)
-        if self.is_reordered:
+        self.bias = None
+        if layers[0].bias is not None:
+            self.bias = torch.cat([layer.bias for layer in layers]).detach().to(dtype)
+        if _can_reorder(self.weight):
             self.weight = _mkldnn._reorder_linear_weight(self.weight, None)
         self._input: torch.Tensor | None = None
         self._outputs: tuple[torch.Tensor, ...] = ()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """The outputs of all layers side by side, ``[..., sum(out_features)]``."""
-        if self.is_reordered:
-            return _mkldnn._linear_pointwise.default(x.to(self.dtype), self.weight, self.bias, "none", [], "")
-        return F.linear(x.to(self.dtype), self.weight, self.bias)
+        x = x.to(self.dtype)
+        if self.weight.is_mkldnn:
+            return _mkldnn._linear_pointwise.default(x, self.weight, self.bias, "none", [], "")
+        return F.linear(x, self.weight, self.bias)
 
     def output_of(self, number: int, x: torch.Tensor) -> torch.Tensor:
         """The output of one layer. The first call with a tensor computes all, and the last layer's call drops them."""
         if x is not self._input:
-            self._input, self._outputs = x, self(x).split(self.sizes, dim=-1)
+            self._input = x
+            self._outputs = self(x).split(self.sizes, dim=-1)
         output = self._outputs[number]
         if number == len(self.sizes) - 1:
-            self._input, self._outputs = None, ()
+            self._input = None
+            self._outputs = ()
         return output
 
 
 Copies = dict[nn.Linear, FusedLinear]
 """The copy of each layer; layers with the same input share one."""
-Pairs = list[tuple[nn.Module, nn.Module]]
-"""Modules of this rank's own model, each with the module of the sharded one that has its weights."""
 
 
 class CopiedLinear(nn.Module):
@@ -67,9 +69,13 @@ class CopiedLinear(nn.Module):
 
     def __init__(self, layer: nn.Linear, fused: FusedLinear):
         super().__init__()
-        self.in_features, self.out_features, self.training = layer.in_features, layer.out_features, layer.training
-        self.weight, self.bias = layer.weight, layer.bias
-        self.fused, self.number = fused, fused.layers.index(layer)
+        self.in_features = layer.in_features
+        self.out_features = layer.out_features
+        self.training = layer.training
+        self.weight = layer.weight
+        self.bias = layer.bias
+        self.fused = fused
+        self.number = fused.layers.index(layer)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.fused.output_of(self.number, x)
@@ -78,8 +84,11 @@ class CopiedLinear(nn.Module):
 @contextlib.contextmanager
 def in_place_of(model: nn.Module, copies: Copies) -> Iterator[None]:
     """Inside the block, the model computes from these copies."""
-    children = ((parent, *named) for parent in model.modules() for named in parent.named_children())
-    places = [(parent, name, child) for parent, name, child in children if child in copies]
+    places = []
+    for parent in model.modules():
+        for name, child in parent.named_children():
+            if child in copies:
+                places.append((parent, name, child))
     try:
         for parent, name, child in places:
             setattr(parent, name, CopiedLinear(child, copies[child]))
@@ -97,14 +106,26 @@ def copied_weights(model: nn.Module, precision: str) -> contextlib.AbstractConte
 def copies_of(modules: list[nn.Module], precision: str) -> Copies:
     """The copies of those of these modules that are worth copying; see :func:`copied_weights`."""
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    inside = {part for module in modules if adapted_base(module) for part in list(module.modules())[1:]}
-    layers = {module: None for module in modules if module not in inside and _is_worth_copying(module, dtype)}
-    siblings = [[getattr(parent, name, None) for name in names] for parent in modules for names in SAME_INPUT]
+    inside_adapted = set()
+    layers = {}
+    for module in modules:
+        if module not in inside_adapted and _is_worth_copying(module, dtype):
+            layers[module] = None
+        if adapted_base(module):
+            inside_adapted.update(module.modules())
+
     copies: Copies = {}
-    for group in [*siblings, *([layer] for layer in layers)]:
-        is_left = all(layer in layers and layer not in copies for layer in group)
-        if is_left and len({layer.in_features for layer in group}) == 1:
-            copies |= dict.fromkeys(group, FusedLinear(group, dtype))
+    for parent in modules:
+        for names in SAME_INPUT:
+            siblings = [getattr(parent, name, None) for name in names]
+            if not all(layer in layers for layer in siblings):
+                continue
+            shapes = {(layer.in_features, layer.bias is None) for layer in siblings}
+            if len(shapes) == 1:
+                copies |= dict.fromkeys(siblings, FusedLinear(siblings, dtype))
+    for layer in layers:
+        if layer not in copies:
+            copies[layer] = FusedLinear([layer], dtype)
     return copies
 
 
@@ -123,12 +144,17 @@ class GatheredWeights:
             own: a model of the same modules with all parameters on the meta device.
         """
         self.own = own
-        self.parts: list[tuple[nn.Module, Pairs]] = []
-        """Each layer of the sharded model, then the root for all that is in none, with the modules of both models."""
+        self.empty = {module: dict(module._parameters) for module in own.modules()}
+        """The parameters on the meta device that each module of the rank's model has between rollouts."""
+
+        self.parts: list[tuple[nn.Module, dict[nn.Module, nn.Module]]] = []
+        """Each layer of the sharded model, then the root for all that is in none: with each of its modules, by the
+        module of the rank's model."""
         rest = dict(zip(own.modules(), model.modules(), strict=True))
-        for mine, theirs in zip(decoder_layers(own), decoder_layers(model), strict=True):
-            self.parts.append((theirs, [(part, rest.pop(part)) for part in mine.modules() if part in rest]))
-        self.parts.append((root, list(rest.items())))
+        for own_layer, layer in zip(decoder_layers(own), decoder_layers(model), strict=True):
+            sources = {module: rest.pop(module) for module in own_layer.modules() if module in rest}
+            self.parts.append((layer, sources))
+        self.parts.append((root, rest))
 
     @contextlib.contextmanager
     def copied(self, precision: str, *, fast_decode: bool) -> Iterator[None]:
@@ -136,38 +162,31 @@ class GatheredWeights:
         copies: Copies = {}
         try:
             with torch.no_grad():
-                for source, pairs in self.parts:
-                    with gathered(source):
-                        copies |= self._take(pairs, precision, fast_decode)
+                for part, sources in self.parts:
+                    with gathered(part):
+                        copies |= self._take(sources, precision, fast_decode)
             with in_place_of(self.own, copies):
                 yield
         finally:
-            for module in self.own.modules():
-                _drop(module)
+            for module, parameters in self.empty.items():
+                module._parameters.update(parameters)
 
-    def _take(self, pairs: Pairs, precision: str, fast_decode: bool) -> Copies:
-        """Copy and clone the weights of a part while they are gathered."""
-        for mine, theirs in pairs:
-            mine._parameters.update(theirs._parameters)
-        copies = copies_of([mine for mine, _ in pairs], precision) if fast_decode else {}
-        for copied in copies:  # of an adapted layer also base and matrices
-            for module in copied.modules():
-                _drop(module)
-        cloned: dict[nn.Parameter, nn.Parameter] = {}  # a tied weight stays one
-        for mine, _ in pairs:
-            for name, weight in mine._parameters.items():
-                if weight is not None and not weight.is_meta:
-                    if weight not in cloned:
-                        cloned[weight] = nn.Parameter(weight.detach().clone(), requires_grad=False)
-                    mine._parameters[name] = cloned[weight]
+    def _take(self, sources: dict[nn.Module, nn.Module], precision: str, fast_decode: bool) -> Copies:
+        """Copy or clone the weights of a part while they are gathered."""
+        for module, source in sources.items():
+            module._parameters.update(source._parameters)
+        copies = copies_of(list(sources), precision) if fast_decode else {}
+
+        # With an adapted layer, its base and matrices are copied.
+        copied = {part for layer in copies for part in layer.modules()}
+        tied = {}  # a weight of two modules is cloned once
+        for module, source in sources.items():
+            if module in copied:
+                parameters = self.empty[module]
+            else:
+                parameters = copy.deepcopy(source._parameters, tied)
+            module._parameters.update(parameters)
         return copies
-
-
-def _drop(module: nn.Module) -> None:
-    """Free the module's own weights."""
-    for name, weight in module._parameters.items():
-        if weight is not None and not weight.is_meta:
-            module._parameters[name] = nn.Parameter(torch.empty_like(weight, device="meta"), requires_grad=False)
 
 
 def _is_worth_copying(module: nn.Module, dtype: torch.dtype) -> bool:
@@ -176,16 +195,19 @@ def _is_worth_copying(module: nn.Module, dtype: torch.dtype) -> bool:
     A layer with an adapter is copied always: three products become one.
     """
     base = adapted_base(module)
-    layers = [module] if base is None else [module, base]
-    if type(layers[-1]) not in (nn.Linear, HalfLinear) or module.weight.dtype not in (torch.float32, torch.bfloat16):
+    linear = base or module
+    if type(linear) not in (nn.Linear, HalfLinear):
         return False
-    if any("forward" in vars(layer) or layer._forward_hooks or layer._forward_pre_hooks for layer in layers):
+    if linear.weight.dtype not in (torch.float32, torch.bfloat16):
         return False
-    return base is not None or dtype == torch.bfloat16 or _can_reorder(module.weight)
+    for layer in (module, linear):
+        if "forward" in vars(layer) or layer._forward_hooks or layer._forward_pre_hooks:
+            return False
+    return base is not None or dtype == torch.bfloat16 or _can_reorder(linear.weight)
 
 
 def _can_reorder(weight: torch.Tensor) -> bool:
     """True if oneDNN can multiply with a reordered copy of this weight."""
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
-    return weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and _mkldnn._is_mkldnn_bf16_supported())
+    return weight.dtype == torch.float32 or _mkldnn._is_mkldnn_bf16_supported()
