@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import NamedTuple
 
@@ -73,129 +74,164 @@ def decode(
     packed, rows must start together: when all others have ended. ``uniforms_RT`` draw the tokens, on the policy's
     device; None: greedy. ``on_tokens`` is called with the number of tokens drawn since its last call.
     """
-    R = len(prompts)
     T = sampling.max_completion_length
     stops = Stops(policy, sampling.stop)
     end_ids = set(stops.ids)
-    decoded = Decoded.empty(R, T)
-    none_allowed = torch.empty(0, dtype=torch.int32)
-    allowed_ids = [[none_allowed] * T for _ in prompts] if sampling.records_allowed else []
+    rows = [_Row(number, prompt) for number, prompt in enumerate(prompts)]
 
     rows_can_join = packing_enabled(policy.model)
     capacity = T
-    if rows_can_join and num_admissible(prompts, [], 0, sampling, T) < R:
+    if rows_can_join and num_admissible(prompts, [], sampling, T) < len(prompts):
         capacity += T // MARGIN_SHARE + 1
 
-    batch = _Batch(None, None, [], [])
-    away = _RowsAway(prefill, prompts, decoded, capacity, rows_can_join)
+    batch = _Batch()
+    away = _RowsAway()
     num_started = 0
     while True:
         # Rows come back with their answers, and waiting rows start.
-        if away.rows and len(away.rows) >= batch.num_live and (rows_can_join or not batch.num_live):
-            batch = batch.joined(away.come_back())
-        if num_started < R and (rows_can_join or not batch.num_live):
-            in_flight = [row for _, row, _ in batch.live()] + away.rows
-            count = num_admissible(prompts, in_flight, num_started, sampling, capacity)
+        if len(away.rows) >= max(len(batch.live), 1) and (rows_can_join or not batch.live):
+            batch.join(away.come_back(prefill, capacity))
+        if num_started < len(rows) and (rows_can_join or not batch.live):
+            waiting = prompts[num_started:]
+            in_flight = [row.prompt for row in batch.live_rows() + away.rows]
+            count = num_admissible(waiting, in_flight, sampling, capacity)
             if count:
-                new_rows = range(num_started, num_started + count)
+                new_rows = rows[num_started : num_started + count]
+                batch.join(_Batch(*prefill(waiting[:count], capacity), new_rows))
                 num_started += count
-                new = prefill([prompts[row] for row in new_rows], capacity)
-                batch = batch.joined(_Batch(*new, new_rows, [0] * count))
-                del new  # whose keys and values have been copied
-        live = batch.live()
-        if not live:
+        if not batch.live:
             break
 
-        u_B = None if uniforms_RT is None else uniforms_RT[batch.rows_B, batch.t_B]
+        # Every row draws a token, also one that has ended.
+        u_B = None
+        if uniforms_RT is not None:
+            u_B = uniforms_RT[[row.number for row in batch.rows], batch.t]
         token_B, logprob_B, allowed_BV = draw_and_record(batch.logits_BV, u_B, sampling)
-        drawn_B = token_B.cpu()
-        decoded.tokens_RT[batch.rows_B, batch.t_B] = drawn_B
-        decoded.logprobs_RT[batch.rows_B, batch.t_B] = logprob_B.cpu()
+        drawn = token_B.tolist()
+        logprobs = logprob_B.tolist()
         if allowed_BV is not None:
             counts = allowed_BV.sum(dim=1).tolist()
-            ids_of_row = allowed_BV.nonzero()[:, 1].int().cpu().split(counts)
-            for b, row, t in live:
-                allowed_ids[row][t] = ids_of_row[b]
+            allowed = allowed_BV.nonzero()[:, 1].int().cpu().split(counts)
 
-        drawn = drawn_B.tolist()
+        live = []
         ended = []
-        for b, row, t in live:
-            is_end = drawn[b] in end_ids
-            if stops.strings and not is_end:
-                first = max(t + 1 - stops.span, away.turn_starts[row])
-                is_end = stops.has_stop(decoded.tokens_RT[row, first : t + 1].tolist())
-            if is_end:
+        for b in batch.live:
+            row = batch.rows[b]
+            row.tokens.append(drawn[b])
+            row.logprobs.append(logprobs[b])
+            row.is_answer.append(False)
+            if allowed_BV is not None:
+                row.allowed.append(allowed[b])
+            row.finished = drawn[b] in end_ids
+            if stops.strings and not row.finished:
+                first = max(len(row.tokens) - stops.span, row.turn_start)
+                row.finished = stops.has_stop(row.tokens[first:])
+            if row.finished:
                 ended.append(b)
-                decoded.lengths[row] = t + 1
-                decoded.finished[row] = True
-            batch.is_live_B[b] = not is_end and t < T - 1
-        if replies is not None and ended:
-            away.leave(batch, ended, replies)
+            elif len(row.tokens) < T:
+                live.append(b)
         if on_tokens is not None:
-            on_tokens(len(live))
-        if not batch.num_live:
+            on_tokens(len(batch.live))
+        batch.live = live
+        if replies is not None and ended:
+            away.leave(batch, ended, replies, rows_can_join)
+        if not live:
             continue
 
         # Taking rows out copies the cache. A row that has drawn its last token of T must go: it has no further random
         # number, and its next position may exceed the context.
-        num_ended = len(drawn) - batch.num_live
-        some_are_at_the_end = int(batch.t_B.max()) == T - 1
-        if num_ended >= max(len(drawn) // 8, 1) or batch.decoder.is_full or some_are_at_the_end:
+        num_ended = len(drawn) - len(live)
+        is_last = max(batch.t) == T - 1
+        if num_ended >= max(len(drawn) // 8, 1) or batch.decoder.is_full or is_last:
             token_B = token_B[batch.keep_live()]
         batch.logits_BV = batch.decoder.step(token_B)
-        batch.t_B += 1
+        batch.t = [t + 1 for t in batch.t]
 
+    decoded = Decoded.empty(len(rows), T)
+    for r, row in enumerate(rows):
+        length = len(row.tokens)
+        decoded.tokens_RT[r, :length] = torch.tensor(row.tokens)
+        decoded.logprobs_RT[r, :length] = torch.tensor(row.logprobs)
+        decoded.is_answer_RT[r, :length] = torch.tensor(row.is_answer)
+        decoded.lengths[r] = length
+        decoded.finished[r] = row.finished
     if sampling.records_allowed:
-        allowed = []
-        for ids_T, length in zip(allowed_ids, decoded.lengths, strict=True):
-            counts = [len(ids_k) for ids_k in ids_T[:length]]
-            allowed.append(AllowedTokens(torch.cat(ids_T), torch.tensor(counts, dtype=torch.int32)))
-        decoded = decoded._replace(allowed=allowed)
+        decoded = decoded._replace(allowed=[row.allowed_tokens() for row in rows])
     return decoded
 
 
-class _Batch:
-    """The rows that are decoded together. An ended row is not live, and remains until it is taken out."""
+@dataclass
+class _Row:
+    """A completion that is being decoded."""
 
-    def __init__(self, decoder: Decoder | None, logits_BV: Tensor | None, rows: Sequence[int], t: Sequence[int]):
+    number: int
+    prompt: tuple[int, ...]
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    is_answer: list[bool] = field(default_factory=list)
+    allowed: list[Tensor] = field(default_factory=list)
+    """The ids of the tokens that were allowed in place of each token."""
+    turn_start: int = 0
+    """Index of the first token of the turn."""
+    finished: bool = False
+    answer: Future[Sequence[int] | None] | None = None
+    """To the last turn."""
+
+    def append_answer(self, answer: Sequence[int]) -> None:
+        self.tokens += answer
+        self.logprobs += [0.0] * len(answer)
+        self.is_answer += [True] * len(answer)
+        self.allowed += [torch.empty(0, dtype=torch.int32)] * len(answer)
+        self.turn_start = len(self.tokens)
+        self.finished = False
+
+    def allowed_tokens(self) -> AllowedTokens:
+        counts = [len(ids_k) for ids_k in self.allowed]
+        return AllowedTokens(torch.cat(self.allowed), torch.tensor(counts, dtype=torch.int32))
+
+
+class _Batch:
+    """The rows that are decoded together."""
+
+    def __init__(
+        self,
+        decoder: Decoder | None = None,
+        logits_BV: Tensor | None = None,
+        rows: Sequence[_Row] = (),
+    ):
         self.decoder = decoder
         self.logits_BV = logits_BV
-        self.rows_B = torch.tensor(rows, dtype=torch.long)
-        self.t_B = torch.tensor(t, dtype=torch.long)
-        """Index of each row's next token."""
-        self.is_live_B = torch.ones(len(rows), dtype=torch.bool)
+        self.rows = list(rows)
+        self.t = [len(row.tokens) for row in rows]
+        """Index of the next token in each place; an ended row draws tokens, too, until it is taken out."""
+        self.live = list(range(len(rows)))
+        """Places of the rows that go on."""
 
-    @property
-    def num_live(self) -> int:
-        return int(self.is_live_B.sum())
-
-    def live(self) -> list[tuple[int, int, int]]:
-        """Of each live row: its place in the batch, its number, and the index of its next token."""
-        places = self.is_live_B.nonzero().flatten()
-        return list(zip(places.tolist(), self.rows_B[places].tolist(), self.t_B[places].tolist(), strict=True))
+    def live_rows(self) -> list[_Row]:
+        return [self.rows[b] for b in self.live]
 
     def keep_live(self) -> Tensor:
         """Take ended rows out. Returns the places, on the device, that the others had."""
-        places = self.is_live_B.nonzero().flatten()
-        self.rows_B = self.rows_B[places]
-        self.t_B = self.t_B[places]
-        self.is_live_B = self.is_live_B[places]
-        places = places.to(self.logits_BV.device)
+        places = torch.tensor(self.live, device=self.logits_BV.device)
         self.decoder.keep_rows(places)
+        self.rows = self.live_rows()
+        self.t = [self.t[b] for b in self.live]
+        self.live = list(range(len(places)))
         return places
 
-    def joined(self, new: _Batch) -> _Batch:
-        """The live rows of both."""
-        if not self.num_live or not new.num_live:
-            return self if self.num_live else new
-        kept = self.keep_live()
+    def join(self, new: _Batch) -> None:
+        """Take ended rows out, and append those of another batch."""
+        if not new.rows:
+            return
+        if not self.live:
+            vars(self).update(vars(new))
+            return
+        places = self.keep_live()
         self.decoder.add_rows(new.decoder)
-        return _Batch(
-            self.decoder,
-            torch.cat([self.logits_BV[kept], new.logits_BV]),
-            self.rows_B.tolist() + new.rows_B.tolist(),
-            self.t_B.tolist() + new.t_B.tolist(),
-        )
+        self.logits_BV = torch.cat([self.logits_BV[places], new.logits_BV])
+        self.rows += new.rows
+        self.t += new.t
+        self.live = list(range(len(self.rows)))
 
 
 class _RowsAway:
@@ -204,95 +240,66 @@ class _RowsAway:
     In the cache of models that cannot be packed rows cannot join, so theirs are computed again with the answer.
     """
 
-    def __init__(self, prefill: Prefill, prompts: Prompts, decoded: Decoded, capacity: int, rows_can_join: bool):
-        self.prefill = prefill
-        self.prompts = prompts
-        self.decoded = decoded
-        self.capacity = capacity
-        self.rows_can_join = rows_can_join
-        self.turn_starts = [0] * len(prompts)
-        """Index of the first token of each row's turn."""
-        self.rows: list[int] = []
-        self._answers: list[Future[Sequence[int] | None]] = []
-        self._decoder: ForkedCacheDecoder | None = None
+    def __init__(self):
+        self.rows: list[_Row] = []
+        self.decoder: ForkedCacheDecoder | None = None
 
-    def leave(self, batch: _Batch, ended: list[int], replies: Replies) -> None:
+    def leave(self, batch: _Batch, ended: list[int], replies: Replies, rows_can_join: bool) -> None:
         """Take over the rows at these places in the batch, and ask for their answers."""
-        if self.rows_can_join:
+        if rows_can_join:
             part = batch.decoder.split(torch.tensor(ended, device=batch.logits_BV.device))
-            if self._decoder is None:
-                self._decoder = part
+            if self.decoder is None:
+                self.decoder = part
             else:
-                self._decoder.add_rows(part)
-        for row in batch.rows_B[ended].tolist():
-            turn = self.decoded.tokens_RT[row, self.turn_starts[row] : self.decoded.lengths[row]]
+                self.decoder.add_rows(part)
+        for b in ended:
+            row = batch.rows[b]
+            row.answer = replies(row.number, row.tokens[row.turn_start :])
             self.rows.append(row)
-            self._answers.append(replies(row, turn.tolist()))
 
-    def come_back(self) -> _Batch:
+    def come_back(self, prefill: Prefill, capacity: int) -> _Batch:
         """Wait for all answers, and append them. Returns the rows that go on."""
-        decoded = self.decoded
-        going_on = []
         rows = []
+        places = []
         new_tokens = []
-        for i, (row, future) in enumerate(zip(self.rows, self._answers, strict=True)):
-            answer = future.result()
-            if answer is None:
-                continue
-            start = decoded.lengths[row]
-            end = start + len(answer)
-            assert end < decoded.tokens_RT.shape[1], "an answer leaves no room for another turn"
-            decoded.tokens_RT[row, start:end] = torch.tensor(answer)
-            decoded.logprobs_RT[row, start:end] = 0.0
-            decoded.is_answer_RT[row, start:end] = True
-            # Until another turn ends:
-            decoded.lengths[row] = decoded.tokens_RT.shape[1]
-            decoded.finished[row] = False
-            self.turn_starts[row] = end
-            going_on.append(i)
-            rows.append(row)
-            # The last token of the turn has been drawn, and not been computed.
-            new_tokens.append(decoded.tokens_RT[row, start - 1 : end].tolist())
+        for place, row in enumerate(self.rows):
+            answer = row.answer.result()
+            if answer is not None:
+                places.append(place)
+                rows.append(row)
+                # The last token of the turn has been drawn, and not been computed.
+                new_tokens.append([row.tokens[-1], *answer])
+                row.append_answer(answer)
 
-        decoder = self._decoder
+        decoder = self.decoder
         self.rows = []
-        self._answers = []
-        self._decoder = None
-        starts = [self.turn_starts[row] for row in rows]
+        self.decoder = None
         if not rows:
-            return _Batch(None, None, [], [])
-        if self.rows_can_join:
-            decoder.keep_rows(torch.tensor(going_on, device=decoder.positions_R.device))
-            return _Batch(decoder, decoder.extend(new_tokens), rows, starts)
-        prefixes = []
-        for row, start in zip(rows, starts, strict=True):
-            prefixes.append((*self.prompts[row], *decoded.tokens_RT[row, :start].tolist()))
-        return _Batch(*self.prefill(prefixes, self.capacity), rows, starts)
+            return _Batch()
+        if decoder is None:
+            prefixes = [(*row.prompt, *row.tokens) for row in rows]
+            return _Batch(*prefill(prefixes, capacity), rows)
+        decoder.keep_rows(torch.tensor(places, device=decoder.positions_R.device))
+        return _Batch(decoder, decoder.extend(new_tokens), rows)
 
 
-def num_admissible(
-    prompts: Prompts,
-    in_flight: Sequence[int],
-    num_started: int,
-    sampling: SamplingParams,
-    capacity: int,
-) -> int:
+def num_admissible(waiting: Prompts, in_flight: Prompts, sampling: SamplingParams, capacity: int) -> int:
     """The number of waiting rows that may start beside those in flight, under ``tokens_in_flight`` tokens of KV cache.
 
     Each row counts as many tokens as the longest prompt of all these rows plus ``capacity``. Only whole groups start.
     If nothing is in flight and not even one group fits, a part of the group starts, and at least one row.
     """
     if sampling.tokens_in_flight is None:
-        return len(prompts) - num_started
-    longest = max((len(prompts[row]) for row in in_flight), default=0)
+        return len(waiting)
+    longest = max(map(len, in_flight), default=0)
     count = 0
-    for prompt, group in groupby(prompts[num_started:]):
+    for prompt, group in groupby(waiting):
         longest = max(longest, len(prompt))
-        room = sampling.tokens_in_flight // (longest + capacity) - len(in_flight) - count
+        most_rows = sampling.tokens_in_flight // (longest + capacity)
+        room = most_rows - len(in_flight) - count
         size = len(list(group))
         if size > room:
-            if in_flight or count:
-                return count
-            return max(room, 1)
+            is_first = not in_flight and not count
+            return max(room, 1) if is_first else count
         count += size
     return count

@@ -394,7 +394,8 @@ def test_how_many_rows_may_begin():
     prompts = [short] * 4 + [long] * 4 + [short] * 4
 
     def number(in_flight, begun, bound):
-        return num_admissible(prompts, in_flight, begun, replace(SAMPLING, tokens_in_flight=bound), 20)
+        of_rows = [prompts[row] for row in in_flight]
+        return num_admissible(prompts[begun:], of_rows, replace(SAMPLING, tokens_in_flight=bound), 20)
 
     assert number([], 0, None) == 12 and number([0], 4, None) == 8
     assert number([], 0, 1) == 1, "one row at least"
