@@ -76,19 +76,16 @@ def decode(
     """
     T = sampling.max_completion_length
     stops = Stops(policy, sampling.stop)
-    end_ids = set(stops.ids)
-    rows = [_Row(number, prompt) for number, prompt in enumerate(prompts)]
-
     rows_can_join = packing_enabled(policy.model)
     capacity = T
     if rows_can_join and num_admissible(prompts, [], sampling, T) < len(prompts):
         capacity += T // MARGIN_SHARE + 1
 
+    rows = [_Row(number, prompt) for number, prompt in enumerate(prompts)]
+    num_started = 0
     batch = _Batch()
     away = _RowsAway()
-    num_started = 0
     while True:
-        # Rows come back with their answers, and waiting rows start.
         if len(away.rows) >= max(len(batch.live), 1) and (rows_can_join or not batch.live):
             batch.join(away.come_back(prefill, capacity))
         if num_started < len(rows) and (rows_can_join or not batch.live):
@@ -102,50 +99,22 @@ def decode(
         if not batch.live:
             break
 
-        # Every row draws a token, also one that has ended.
-        u_B = None
-        if uniforms_RT is not None:
-            u_B = uniforms_RT[[row.number for row in batch.rows], batch.t]
-        token_B, logprob_B, allowed_BV = draw_and_record(batch.logits_BV, u_B, sampling)
-        drawn = token_B.tolist()
-        logprobs = logprob_B.tolist()
-        if allowed_BV is not None:
-            counts = allowed_BV.sum(dim=1).tolist()
-            allowed = allowed_BV.nonzero()[:, 1].int().cpu().split(counts)
-
-        live = []
-        ended = []
-        for b in batch.live:
-            row = batch.rows[b]
-            row.tokens.append(drawn[b])
-            row.logprobs.append(logprobs[b])
-            row.is_answer.append(False)
-            if allowed_BV is not None:
-                row.allowed.append(allowed[b])
-            row.finished = drawn[b] in end_ids
-            if stops.strings and not row.finished:
-                first = max(len(row.tokens) - stops.span, row.turn_start)
-                row.finished = stops.has_stop(row.tokens[first:])
-            if row.finished:
-                ended.append(b)
-            elif len(row.tokens) < T:
-                live.append(b)
         if on_tokens is not None:
             on_tokens(len(batch.live))
-        batch.live = live
+        token_B = batch.draw(uniforms_RT, sampling)
+        ended = batch.end_rows(stops, T)
         if replies is not None and ended:
             away.leave(batch, ended, replies, rows_can_join)
-        if not live:
+        if not batch.live:
             continue
 
         # Taking rows out copies the cache. A row that has drawn its last token of T must go: it has no further random
         # number, and its next position may exceed the context.
-        num_ended = len(drawn) - len(live)
-        is_last = max(batch.t) == T - 1
-        if num_ended >= max(len(drawn) // 8, 1) or batch.decoder.is_full or is_last:
+        num_ended = len(batch.rows) - len(batch.live)
+        many_ended = num_ended >= max(len(batch.rows) // 8, 1)
+        if many_ended or batch.decoder.is_full or max(batch.t) == T:
             token_B = token_B[batch.keep_live()]
         batch.logits_BV = batch.decoder.step(token_B)
-        batch.t = [t + 1 for t in batch.t]
 
     decoded = Decoded.empty(len(rows), T)
     for r, row in enumerate(rows):
@@ -170,12 +139,12 @@ class _Row:
     logprobs: list[float] = field(default_factory=list)
     is_answer: list[bool] = field(default_factory=list)
     allowed: list[Tensor] = field(default_factory=list)
-    """The ids of the tokens that were allowed in place of each token."""
+    """Ids of the tokens from which each token was drawn, with ``sampling.records_allowed``."""
     turn_start: int = 0
     """Index of the first token of the turn."""
     finished: bool = False
     answer: Future[Sequence[int] | None] | None = None
-    """To the last turn."""
+    """The answer to the last turn."""
 
     def append_answer(self, answer: Sequence[int]) -> None:
         self.tokens += answer
@@ -185,9 +154,17 @@ class _Row:
         self.turn_start = len(self.tokens)
         self.finished = False
 
+    def ends(self, stops: Stops) -> bool:
+        """True if the turn ends with its last token."""
+        if self.tokens[-1] in stops.ids:
+            return True
+        first = max(len(self.tokens) - stops.span, self.turn_start)
+        return bool(stops.strings) and stops.has_stop(self.tokens[first:])
+
     def allowed_tokens(self) -> AllowedTokens:
         counts = [len(ids_k) for ids_k in self.allowed]
-        return AllowedTokens(torch.cat(self.allowed), torch.tensor(counts, dtype=torch.int32))
+        counts_T = torch.tensor(counts, dtype=torch.int32)
+        return AllowedTokens(torch.cat(self.allowed), counts_T)
 
 
 class _Batch:
@@ -203,12 +180,50 @@ class _Batch:
         self.logits_BV = logits_BV
         self.rows = list(rows)
         self.t = [len(row.tokens) for row in rows]
-        """Index of the next token in each place; an ended row draws tokens, too, until it is taken out."""
+        """Index of the next token in each place of the batch."""
         self.live = list(range(len(rows)))
-        """Places of the rows that go on."""
+        """Places of the rows that go on. An ended row is computed, too, until it is taken out."""
 
     def live_rows(self) -> list[_Row]:
         return [self.rows[b] for b in self.live]
+
+    def draw(self, uniforms_RT: Tensor | None, sampling: SamplingParams) -> Tensor:
+        """Draw a token for every row, and append it to those that go on."""
+        u_B = None
+        if uniforms_RT is not None:
+            numbers = [row.number for row in self.rows]
+            u_B = uniforms_RT[numbers, self.t]
+        token_B, logprob_B, allowed_BV = draw_and_record(self.logits_BV, u_B, sampling)
+        self.t = [t + 1 for t in self.t]
+
+        drawn = token_B.tolist()
+        logprobs = logprob_B.tolist()
+        for b in self.live:
+            row = self.rows[b]
+            row.tokens.append(drawn[b])
+            row.logprobs.append(logprobs[b])
+            row.is_answer.append(False)
+        if allowed_BV is not None:
+            counts = allowed_BV.sum(dim=1).tolist()
+            ids_K = allowed_BV.nonzero()[:, 1].int().cpu()
+            ids_of_place = ids_K.split(counts)
+            for b in self.live:
+                self.rows[b].allowed.append(ids_of_place[b])
+        return token_B
+
+    def end_rows(self, stops: Stops, T: int) -> list[int]:
+        """Take rows from the live ones if they end or have T tokens. Returns the places of those that end."""
+        live = []
+        ended = []
+        for b in self.live:
+            row = self.rows[b]
+            row.finished = row.ends(stops)
+            if row.finished:
+                ended.append(b)
+            elif len(row.tokens) < T:
+                live.append(b)
+        self.live = live
+        return ended
 
     def keep_live(self) -> Tensor:
         """Take ended rows out. Returns the places, on the device, that the others had."""

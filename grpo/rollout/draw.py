@@ -68,27 +68,26 @@ def draw_and_record(
     logits_RV = logits_RV.float()
     if u_R is None:
         token_R = logits_RV.argmax(dim=-1)  # of a NaN, if there is one
-        return token_R, 0.0 * _at(logits_RV, token_R), None
+        logit_R = logits_RV.gather(1, token_R[:, None]).squeeze(1)
+        return token_R, 0.0 * logit_R, None
 
     logits_RV = logits_RV / sampling.temperature
     logits_RV = logits_RV - logits_RV.amax(dim=-1, keepdim=True)
     weights_RV = logits_RV.exp()
     kept_RV = filter_probs(weights_RV, sampling)
-    token_R, total_R = (first_exceeding_in_blocks if logits_RV.is_cuda else first_exceeding)(kept_RV, u_R)
+    exceeding = first_exceeding_in_blocks if kept_RV.is_cuda else first_exceeding
+    token_R, total_R = exceeding(kept_RV, u_R)
 
     if sampling.is_filtered:
         total_R = weights_RV.sum(dim=-1, dtype=torch.float64)
-    logprob_R = (_at(logits_RV, token_R) - total_R.log()).float()
+    logit_R = logits_RV.gather(1, token_R[:, None]).squeeze(1)
+    logprob_R = (logit_R - total_R.log()).float()
     if not sampling.records_allowed:
         return token_R, logprob_R, None
+
     probs_RV = (kept_RV / total_R[:, None]).float()
     allowed_share_R = probs_RV.sum(dim=-1)
     return token_R, logprob_R - allowed_share_R.log(), probs_RV > 0
-
-
-def _at(x_RV: Tensor, token_R: Tensor) -> Tensor:
-    """``[R]`` the number at each row's token."""
-    return x_RV.gather(1, token_R[:, None]).squeeze(1)
 
 
 def first_exceeding(probs_RV: Tensor, u_R: Tensor) -> tuple[Tensor, Tensor]:
@@ -134,21 +133,26 @@ def filter_probs(probs_RV: Tensor, sampling: SamplingParams) -> Tensor:
     """
     if 0 < sampling.top_k < probs_RV.shape[1]:
         least_R1 = probs_RV.topk(sampling.top_k).values[:, -1:]
-        probs_RV = torch.where(probs_RV >= least_R1, probs_RV, 0.0)
+        probs_RV = _at_least(least_R1, probs_RV)
     if sampling.top_p < 1.0:
         least_R1 = _least_of_top_p(probs_RV, sampling.top_p)
-        probs_RV = torch.where(probs_RV >= least_R1, probs_RV, 0.0)
+        probs_RV = _at_least(least_R1, probs_RV)
     if sampling.min_p > 0.0:
-        least_R1 = sampling.min_p * probs_RV.amax(dim=-1, keepdim=True)
-        probs_RV = torch.where(probs_RV >= least_R1, probs_RV, 0.0)
+        highest_R1 = probs_RV.amax(dim=-1, keepdim=True)
+        probs_RV = _at_least(sampling.min_p * highest_R1, probs_RV)
     return probs_RV
+
+
+def _at_least(least_R1: Tensor, probs_RV: Tensor) -> Tensor:
+    return torch.where(probs_RV >= least_R1, probs_RV, 0.0)
 
 
 def _least_of_top_p(probs_RV: Tensor, top_p: float) -> Tensor:
     """``[R, 1]`` the largest probability so that those of at least it add up to ``top_p`` of the total."""
     sorted_RV = probs_RV.sort(dim=-1, descending=True).values
     before_RV = deterministic_cumsum(sorted_RV) - sorted_RV
-    is_kept_RV = before_RV < top_p * sorted_RV.sum(dim=-1, keepdim=True)
+    total_R1 = sorted_RV.sum(dim=-1, keepdim=True)
+    is_kept_RV = before_RV < top_p * total_R1
     num_kept_R1 = is_kept_RV.sum(dim=-1, keepdim=True).clamp(min=1)
     return sorted_RV.gather(1, num_kept_R1 - 1)
 

@@ -15,6 +15,7 @@ from itertools import groupby
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
@@ -146,12 +147,12 @@ class DynamicCacheDecoder:
         """Tokens in the cache for each row, with padding."""
 
         self.cache = DynamicCache(config=policy.model.config)
-        layers = self.cache.layers
-        self.has_attention = any(isinstance(layer, DynamicLayer) for layer in layers)
-        for number, layer in enumerate(layers):
+        self.has_attention = False
+        for number, layer in enumerate(self.cache.layers):
+            self.has_attention |= isinstance(layer, DynamicLayer)
             # A layer with a window, or a state in place of keys, is a subclass or another class.
             if type(layer) is DynamicLayer:
-                layers[number] = _PreallocatedLayer(ids_UN.shape[1] + capacity)
+                self.cache.layers[number] = _PreallocatedLayer(ids_UN.shape[1] + capacity)
         parameters = inspect.signature(self.model.forward).parameters
         self.cache_name = "cache_params" if "cache_params" in parameters else "past_key_values"
 
@@ -216,9 +217,11 @@ class _PreallocatedLayer(DynamicLayer):
         return self.keys[:, :, : self.length], self.values[:, :, : self.length]
 
     def _buffer(self, states: Tensor) -> Tensor:
-        # Rotary embeddings leave fp32 keys, and autocast would cast all of them again at every token.
+        dtype = states.dtype
         kind = states.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else states.dtype
+        if torch.is_autocast_enabled(kind):
+            # Rotary embeddings leave fp32 keys, and attention would cast all of them again at every token.
+            dtype = torch.get_autocast_dtype(kind)
         R, H, _, D = states.shape
         return states.new_empty(R, H, self.capacity, D, dtype=dtype)
 
@@ -232,9 +235,8 @@ def _padded_left(
     device: torch.device,
 ) -> tuple[Tensor, Tensor]:
     """Token ids ``[R, N]``, and the number of padding tokens before each row, ``[R]``."""
-    N = max(len(sequence) for sequence in sequences)
-    padding = [N - len(sequence) for sequence in sequences]
-    ids = []
-    for count, sequence in zip(padding, sequences, strict=True):
-        ids.append([pad_id] * count + list(sequence))
-    return torch.tensor(ids, device=device), torch.tensor(padding, device=device)
+    rows = [torch.tensor(sequence) for sequence in sequences]
+    ids_RN = pad_sequence(rows, batch_first=True, padding_value=pad_id, padding_side="left")
+    lengths_R = torch.tensor([len(row) for row in rows], device=device)
+    padding_R = ids_RN.shape[1] - lengths_R
+    return ids_RN.to(device), padding_R

@@ -14,8 +14,7 @@ from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
-from torch import nn
-from transformers import PreTrainedModel
+from torch import Tensor, nn
 
 from grpo.distributed import gathered
 from grpo.model import HalfLinear, adapted_base, decoder_layers, effective_weight
@@ -32,36 +31,36 @@ class FusedLinear:
         self.layers = layers
         self.dtype = dtype
         self.sizes = [layer.out_features for layer in layers]
-        self.weight = torch.cat([effective_weight(layer).to(dtype) for layer in layers])
-        self.bias = None
-        if layers[0].bias is not None:
-            self.bias = torch.cat([layer.bias for layer in layers]).detach().to(dtype)
+
+        weights = [effective_weight(layer).to(dtype) for layer in layers]
+        self.weight = torch.cat(weights)
         if _can_reorder(self.weight):
             self.weight = _mkldnn._reorder_linear_weight(self.weight, None)
-        self._input: torch.Tensor | None = None
-        self._outputs: tuple[torch.Tensor, ...] = ()
+        self.bias = None
+        if layers[0].bias is not None:
+            biases = [layer.bias for layer in layers]
+            self.bias = torch.cat(biases).detach().to(dtype)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        self._input: Tensor | None = None
+        self._outputs: tuple[Tensor, ...] = ()
+
+    def __call__(self, x: Tensor) -> Tensor:
         """The outputs of all layers side by side, ``[..., sum(out_features)]``."""
         x = x.to(self.dtype)
         if self.weight.is_mkldnn:
-            return _mkldnn._linear_pointwise.default(x, self.weight, self.bias, "none", [], "")
+            return _mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
         return F.linear(x, self.weight, self.bias)
 
-    def output_of(self, number: int, x: torch.Tensor) -> torch.Tensor:
+    def output_of(self, number: int, x: Tensor) -> Tensor:
         """The output of one layer. The first call with a tensor computes all, and the last layer's call drops them."""
         if x is not self._input:
             self._input = x
             self._outputs = self(x).split(self.sizes, dim=-1)
         output = self._outputs[number]
-        if number == len(self.sizes) - 1:
+        if number == len(self.layers) - 1:
             self._input = None
             self._outputs = ()
         return output
-
-
-Copies = dict[nn.Linear, FusedLinear]
-"""The copy of each layer; layers with the same input share one."""
 
 
 class CopiedLinear(nn.Module):
@@ -69,48 +68,46 @@ class CopiedLinear(nn.Module):
 
     def __init__(self, layer: nn.Linear, fused: FusedLinear):
         super().__init__()
-        self.in_features = layer.in_features
-        self.out_features = layer.out_features
-        self.training = layer.training
-        self.weight = layer.weight
-        self.bias = layer.bias
+        # Some models read a layer's weight, dtype or size.
+        vars(self).update(vars(adapted_base(layer) or layer))
         self.fused = fused
         self.number = fused.layers.index(layer)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return self.fused.output_of(self.number, x)
+
+
+Copies = dict[nn.Linear, FusedLinear]
+"""The copy of each layer; layers with the same input share one."""
 
 
 @contextlib.contextmanager
 def in_place_of(model: nn.Module, copies: Copies) -> Iterator[None]:
     """Inside the block, the model computes from these copies."""
-    places = []
-    for parent in model.modules():
-        for name, child in parent.named_children():
-            if child in copies:
-                places.append((parent, name, child))
+    layers = {name: module for name, module in model.named_modules() if module in copies}
     try:
-        for parent, name, child in places:
-            setattr(parent, name, CopiedLinear(child, copies[child]))
+        for name, layer in layers.items():
+            model.set_submodule(name, CopiedLinear(layer, copies[layer]))
         yield
     finally:
-        for parent, name, child in places:
-            setattr(parent, name, child)
+        for name, layer in layers.items():
+            model.set_submodule(name, layer)
 
 
 def copied_weights(model: nn.Module, precision: str) -> contextlib.AbstractContextManager[None]:
     """Inside the block, linear layers compute from copies of their weights, which must not change meanwhile."""
-    return in_place_of(model, copies_of(list(model.modules()), precision))
+    copies = copies_of(list(model.modules()), precision)
+    return in_place_of(model, copies)
 
 
 def copies_of(modules: list[nn.Module], precision: str) -> Copies:
     """The copies of those of these modules that are worth copying; see :func:`copied_weights`."""
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    layers = []
     inside_adapted = set()
-    layers = {}
     for module in modules:
         if module not in inside_adapted and _is_worth_copying(module, dtype):
-            layers[module] = None
+            layers.append(module)
         if adapted_base(module):
             inside_adapted.update(module.modules())
 
@@ -136,55 +133,56 @@ class GatheredWeights:
     (embedding, norms) is cloned. After that no decode step communicates: ranks may decode different numbers of steps.
     """
 
-    def __init__(self, root: nn.Module, model: PreTrainedModel, own: PreTrainedModel):
+    def __init__(self, root: nn.Module, model: nn.Module, own: nn.Module):
         """
         Args:
             root: the sharded module whose root group holds what is in no layer of ``model``.
             model: the sharded model.
             own: a model of the same modules with all parameters on the meta device.
         """
+        self.root = root
         self.own = own
+        self.sources = dict(zip(own.modules(), model.modules(), strict=True))
+        """The sharded model's module for each module of the rank's model."""
         self.empty = {module: dict(module._parameters) for module in own.modules()}
         """The parameters on the meta device that each module of the rank's model has between rollouts."""
 
-        self.parts: list[tuple[nn.Module, dict[nn.Module, nn.Module]]] = []
-        """Each layer of the sharded model, then the root for all that is in none: with each of its modules, by the
-        module of the rank's model."""
-        rest = dict(zip(own.modules(), model.modules(), strict=True))
-        for own_layer, layer in zip(decoder_layers(own), decoder_layers(model), strict=True):
-            sources = {module: rest.pop(module) for module in own_layer.modules() if module in rest}
-            self.parts.append((layer, sources))
-        self.parts.append((root, rest))
-
     @contextlib.contextmanager
     def copied(self, precision: str, *, fast_decode: bool) -> Iterator[None]:
-        """Inside the block the own model has the weights of this moment. All ranks enter it together."""
+        """Inside the block the rank's model has the weights of this moment. All ranks enter it together."""
+        parts = []
+        in_no_layer = dict(self.sources)
+        for layer in decoder_layers(self.own):
+            modules = [module for module in layer.modules() if module in in_no_layer]
+            parts.append((self.sources[layer], modules))
+            for module in modules:
+                del in_no_layer[module]
+        parts.append((self.root, list(in_no_layer)))
+
         copies: Copies = {}
         try:
-            with torch.no_grad():
-                for part, sources in self.parts:
-                    with gathered(part):
-                        copies |= self._take(sources, precision, fast_decode)
+            for source, modules in parts:
+                with torch.no_grad(), gathered(source):
+                    copies |= self._take(modules, precision, fast_decode)
             with in_place_of(self.own, copies):
                 yield
         finally:
             for module, parameters in self.empty.items():
                 module._parameters.update(parameters)
 
-    def _take(self, sources: dict[nn.Module, nn.Module], precision: str, fast_decode: bool) -> Copies:
-        """Copy or clone the weights of a part while they are gathered."""
-        for module, source in sources.items():
-            module._parameters.update(source._parameters)
-        copies = copies_of(list(sources), precision) if fast_decode else {}
+    def _take(self, modules: list[nn.Module], precision: str, fast_decode: bool) -> Copies:
+        """Copy or clone the weights of these modules while they are gathered."""
+        for module in modules:
+            module._parameters.update(self.sources[module]._parameters)
+        copies = copies_of(modules, precision) if fast_decode else {}
 
-        # With an adapted layer, its base and matrices are copied.
+        # With a layer that has an adapter, its base and matrices are copied.
         copied = {part for layer in copies for part in layer.modules()}
         tied = {}  # a weight of two modules is cloned once
-        for module, source in sources.items():
-            if module in copied:
-                parameters = self.empty[module]
-            else:
-                parameters = copy.deepcopy(source._parameters, tied)
+        for module in modules:
+            parameters = self.empty[module]
+            if module not in copied:
+                parameters = copy.deepcopy(module._parameters, tied)
             module._parameters.update(parameters)
         return copies
 
@@ -194,8 +192,7 @@ def _is_worth_copying(module: nn.Module, dtype: torch.dtype) -> bool:
 
     A layer with an adapter is copied always: three products become one.
     """
-    base = adapted_base(module)
-    linear = base or module
+    linear = adapted_base(module) or module
     if type(linear) not in (nn.Linear, HalfLinear):
         return False
     if linear.weight.dtype not in (torch.float32, torch.bfloat16):
@@ -203,10 +200,10 @@ def _is_worth_copying(module: nn.Module, dtype: torch.dtype) -> bool:
     for layer in (module, linear):
         if "forward" in vars(layer) or layer._forward_hooks or layer._forward_pre_hooks:
             return False
-    return base is not None or dtype == torch.bfloat16 or _can_reorder(linear.weight)
+    return linear is not module or dtype == torch.bfloat16 or _can_reorder(linear.weight)
 
 
-def _can_reorder(weight: torch.Tensor) -> bool:
+def _can_reorder(weight: Tensor) -> bool:
     """True if oneDNN can multiply with a reordered copy of this weight."""
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
