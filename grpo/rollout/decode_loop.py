@@ -23,15 +23,12 @@ from grpo.attention import packing_enabled
 from grpo.model import Policy
 from grpo.rollout.draw import SamplingParams, draw_and_record
 from grpo.rollout.interface import Replies
-from grpo.rollout.prefill import DynamicCacheDecoder, ForkedCacheDecoder
+from grpo.rollout.prefill import Decoder, ForkedCacheDecoder, Prompts
 from grpo.rollout.stops import Stops
 
 MARGIN_SHARE = 8
 """If rows join later, the KV cache has T/8 more slots per row, so that it is compacted less often."""
 
-Prompts = Sequence[tuple[int, ...]]
-"""The prompt of each row. Rows of one group are neighbours."""
-Decoder = ForkedCacheDecoder | DynamicCacheDecoder
 Prefill = Callable[[Prompts, int], tuple[Decoder, Tensor]]
 """From prompts and capacity, a decoder and the logits of each row's first token (:mod:`grpo.rollout.prefill`)."""
 
@@ -83,19 +80,21 @@ def decode(
 
     rows = [_Row(number, prompt) for number, prompt in enumerate(prompts)]
     num_started = 0
-    batch = _Batch()
+    batch = _Batch([])
     away = _RowsAway()
     while True:
-        if len(away.rows) >= max(len(batch.live), 1) and (rows_can_join or not batch.live):
+        half_are_away = len(away.rows) >= max(len(batch.live), 1)
+        if half_are_away and (rows_can_join or not batch.live):
             batch.join(away.come_back(prefill, capacity))
         if num_started < len(rows) and (rows_can_join or not batch.live):
             waiting = prompts[num_started:]
-            in_flight = [row.prompt for row in batch.live_rows() + away.rows]
-            count = num_admissible(waiting, in_flight, sampling, capacity)
+            in_flight = batch.live_rows() + away.rows
+            in_flight_prompts = [row.prompt for row in in_flight]
+            count = num_admissible(waiting, in_flight_prompts, sampling, capacity)
             if count:
                 new_rows = rows[num_started : num_started + count]
-                batch.join(_Batch(*prefill(waiting[:count], capacity), new_rows))
                 num_started += count
+                batch.join(_Batch(new_rows, *prefill(waiting[:count], capacity)))
         if not batch.live:
             break
 
@@ -111,9 +110,10 @@ def decode(
         # Taking rows out copies the cache. A row that has drawn its last token of T must go: it has no further random
         # number, and its next position may exceed the context.
         num_ended = len(batch.rows) - len(batch.live)
-        many_ended = num_ended >= max(len(batch.rows) // 8, 1)
-        if many_ended or batch.decoder.is_full or max(batch.t) == T:
-            token_B = token_B[batch.keep_live()]
+        many = max(len(batch.rows) // 8, 1)
+        if num_ended >= many or batch.decoder.is_full or max(batch.t) == T:
+            places = batch.keep_live()
+            token_B = token_B[places]
         batch.logits_BV = batch.decoder.step(token_B)
 
     decoded = Decoded.empty(len(rows), T)
@@ -125,7 +125,8 @@ def decode(
         decoded.lengths[r] = length
         decoded.finished[r] = row.finished
     if sampling.records_allowed:
-        decoded = decoded._replace(allowed=[row.allowed_tokens() for row in rows])
+        allowed = [row.allowed_tokens() for row in rows]
+        return decoded._replace(allowed=allowed)
     return decoded
 
 
@@ -150,7 +151,8 @@ class _Row:
         self.tokens += answer
         self.logprobs += [0.0] * len(answer)
         self.is_answer += [True] * len(answer)
-        self.allowed += [torch.empty(0, dtype=torch.int32)] * len(answer)
+        nothing = torch.empty(0, dtype=torch.int32)
+        self.allowed += [nothing] * len(answer)
         self.turn_start = len(self.tokens)
         self.finished = False
 
@@ -158,8 +160,11 @@ class _Row:
         """True if the turn ends with its last token."""
         if self.tokens[-1] in stops.ids:
             return True
-        first = max(len(self.tokens) - stops.span, self.turn_start)
-        return bool(stops.strings) and stops.has_stop(self.tokens[first:])
+        if not stops.strings:
+            return False
+        start_of_span = len(self.tokens) - stops.span
+        first = max(start_of_span, self.turn_start)
+        return stops.has_stop(self.tokens[first:])
 
     def allowed_tokens(self) -> AllowedTokens:
         counts = [len(ids_k) for ids_k in self.allowed]
@@ -172,13 +177,13 @@ class _Batch:
 
     def __init__(
         self,
+        rows: list[_Row],
         decoder: Decoder | None = None,
         logits_BV: Tensor | None = None,
-        rows: Sequence[_Row] = (),
     ):
+        self.rows = rows
         self.decoder = decoder
         self.logits_BV = logits_BV
-        self.rows = list(rows)
         self.t = [len(row.tokens) for row in rows]
         """Index of the next token in each place of the batch."""
         self.live = list(range(len(rows)))
@@ -187,7 +192,11 @@ class _Batch:
     def live_rows(self) -> list[_Row]:
         return [self.rows[b] for b in self.live]
 
-    def draw(self, uniforms_RT: Tensor | None, sampling: SamplingParams) -> Tensor:
+    def draw(
+        self,
+        uniforms_RT: Tensor | None,
+        sampling: SamplingParams,
+    ) -> Tensor:
         """Draw a token for every row, and append it to those that go on."""
         u_B = None
         if uniforms_RT is not None:
@@ -205,7 +214,8 @@ class _Batch:
             row.is_answer.append(False)
         if allowed_BV is not None:
             counts = allowed_BV.sum(dim=1).tolist()
-            ids_K = allowed_BV.nonzero()[:, 1].int().cpu()
+            places_and_ids = allowed_BV.nonzero()
+            ids_K = places_and_ids[:, 1].int().cpu()
             ids_of_place = ids_K.split(counts)
             for b in self.live:
                 self.rows[b].allowed.append(ids_of_place[b])
@@ -243,7 +253,8 @@ class _Batch:
             return
         places = self.keep_live()
         self.decoder.add_rows(new.decoder)
-        self.logits_BV = torch.cat([self.logits_BV[places], new.logits_BV])
+        logits_BV = self.logits_BV[places]
+        self.logits_BV = torch.cat([logits_BV, new.logits_BV])
         self.rows += new.rows
         self.t += new.t
         self.live = list(range(len(self.rows)))
@@ -259,17 +270,25 @@ class _RowsAway:
         self.rows: list[_Row] = []
         self.decoder: ForkedCacheDecoder | None = None
 
-    def leave(self, batch: _Batch, ended: list[int], replies: Replies, rows_can_join: bool) -> None:
+    def leave(
+        self,
+        batch: _Batch,
+        ended: list[int],
+        replies: Replies,
+        rows_can_join: bool,
+    ) -> None:
         """Take over the rows at these places in the batch, and ask for their answers."""
         if rows_can_join:
-            part = batch.decoder.split(torch.tensor(ended, device=batch.logits_BV.device))
+            device = batch.logits_BV.device
+            part = batch.decoder.split(torch.tensor(ended, device=device))
             if self.decoder is None:
                 self.decoder = part
             else:
                 self.decoder.add_rows(part)
         for b in ended:
             row = batch.rows[b]
-            row.answer = replies(row.number, row.tokens[row.turn_start :])
+            turn = row.tokens[row.turn_start :]
+            row.answer = replies(row.number, turn)
             self.rows.append(row)
 
     def come_back(self, prefill: Prefill, capacity: int) -> _Batch:
@@ -290,15 +309,22 @@ class _RowsAway:
         self.rows = []
         self.decoder = None
         if not rows:
-            return _Batch()
+            return _Batch([])
         if decoder is None:
             prefixes = [(*row.prompt, *row.tokens) for row in rows]
-            return _Batch(*prefill(prefixes, capacity), rows)
-        decoder.keep_rows(torch.tensor(places, device=decoder.positions_R.device))
-        return _Batch(decoder, decoder.extend(new_tokens), rows)
+            return _Batch(rows, *prefill(prefixes, capacity))
+        device = decoder.positions_R.device
+        decoder.keep_rows(torch.tensor(places, device=device))
+        logits = decoder.extend(new_tokens)
+        return _Batch(rows, decoder, logits)
 
 
-def num_admissible(waiting: Prompts, in_flight: Prompts, sampling: SamplingParams, capacity: int) -> int:
+def num_admissible(
+    waiting: Prompts,
+    in_flight: Prompts,
+    sampling: SamplingParams,
+    capacity: int,
+) -> int:
     """The number of waiting rows that may start beside those in flight, under ``tokens_in_flight`` tokens of KV cache.
 
     Each row counts as many tokens as the longest prompt of all these rows plus ``capacity``. Only whole groups start.
@@ -314,7 +340,8 @@ def num_admissible(waiting: Prompts, in_flight: Prompts, sampling: SamplingParam
         room = most_rows - len(in_flight) - count
         size = len(list(group))
         if size > room:
-            is_first = not in_flight and not count
-            return max(room, 1) if is_first else count
+            if in_flight or count:
+                return count
+            return max(room, 1)
         count += size
     return count

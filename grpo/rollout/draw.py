@@ -47,7 +47,11 @@ class SamplingParams:
         return self.keep_sampling_mask and self.is_filtered and not self.is_greedy
 
 
-def draw(logits_RV: Tensor, u_R: Tensor | None, sampling: SamplingParams) -> tuple[Tensor, Tensor]:
+def draw(
+    logits_RV: Tensor,
+    u_R: Tensor | None,
+    sampling: SamplingParams,
+) -> tuple[Tensor, Tensor]:
     """The tokens and log-probs of :func:`draw_and_record`."""
     token_R, logprob_R, _ = draw_and_record(logits_RV, u_R, sampling)
     return token_R, logprob_R
@@ -72,7 +76,8 @@ def draw_and_record(
         return token_R, 0.0 * logit_R, None
 
     logits_RV = logits_RV / sampling.temperature
-    logits_RV = logits_RV - logits_RV.amax(dim=-1, keepdim=True)
+    highest_R1 = logits_RV.amax(dim=-1, keepdim=True)
+    logits_RV = logits_RV - highest_R1
     weights_RV = logits_RV.exp()
     kept_RV = filter_probs(weights_RV, sampling)
     exceeding = first_exceeding_in_blocks if kept_RV.is_cuda else first_exceeding
@@ -99,10 +104,12 @@ def first_exceeding(probs_RV: Tensor, u_R: Tensor) -> tuple[Tensor, Tensor]:
     total_R1 = cdf_RV[:, -1:]
     # u * total can round up to the total, which would select an index behind the last possible token: stay below.
     below_total_R1 = torch.nextafter(total_R1, torch.zeros_like(total_R1))
-    target_R1 = torch.minimum(u_R[:, None] * total_R1, below_total_R1)
+    target_R1 = u_R[:, None] * total_R1
+    target_R1 = torch.minimum(target_R1, below_total_R1)
     token_R1 = torch.searchsorted(cdf_RV, target_R1, right=True)
     last = probs_RV.shape[1] - 1  # NaN gives the index behind it
-    return token_R1.squeeze(1).clamp(max=last), total_R1.squeeze(1)
+    token_R1 = token_R1.clamp(max=last)
+    return token_R1.squeeze(1), total_R1.squeeze(1)
 
 
 def first_exceeding_in_blocks(probs_RV: Tensor, u_R: Tensor) -> tuple[Tensor, Tensor]:
@@ -132,8 +139,8 @@ def filter_probs(probs_RV: Tensor, sampling: SamplingParams) -> Tensor:
     probabilities may be multiplied by any number that leaves them at most 1.
     """
     if 0 < sampling.top_k < probs_RV.shape[1]:
-        least_R1 = probs_RV.topk(sampling.top_k).values[:, -1:]
-        probs_RV = _at_least(least_R1, probs_RV)
+        largest_RK = probs_RV.topk(sampling.top_k).values
+        probs_RV = _at_least(largest_RK[:, -1:], probs_RV)
     if sampling.top_p < 1.0:
         least_R1 = _least_of_top_p(probs_RV, sampling.top_p)
         probs_RV = _at_least(least_R1, probs_RV)
@@ -153,8 +160,9 @@ def _least_of_top_p(probs_RV: Tensor, top_p: float) -> Tensor:
     before_RV = deterministic_cumsum(sorted_RV) - sorted_RV
     total_R1 = sorted_RV.sum(dim=-1, keepdim=True)
     is_kept_RV = before_RV < top_p * total_R1
-    num_kept_R1 = is_kept_RV.sum(dim=-1, keepdim=True).clamp(min=1)
-    return sorted_RV.gather(1, num_kept_R1 - 1)
+    num_kept_R1 = is_kept_RV.sum(dim=-1, keepdim=True)
+    last_R1 = num_kept_R1.clamp(min=1) - 1
+    return sorted_RV.gather(1, last_R1)
 
 
 def deterministic_cumsum(x_RV: Tensor) -> Tensor:

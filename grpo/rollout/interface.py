@@ -60,7 +60,11 @@ class Engine(Protocol):
 
 
 @contextmanager
-def engine_with_weights(engine: Engine, world: World, seconds: dict[str, float] | None = None) -> Iterator[None]:
+def engine_with_weights(
+    engine: Engine,
+    world: World,
+    seconds: dict[str, float] | None = None,
+) -> Iterator[None]:
     """:meth:`Engine.weights` on all ranks, which raise together if one runs out of memory, for example.
 
     With ``seconds``, the time to copy or gather the weights is added to that of the rollout.

@@ -30,13 +30,16 @@ from grpo.attention import (
 from grpo.model import Policy
 from grpo.rollout.llama_decoder import LlamaDecoder
 
+Prompts = Sequence[tuple[int, ...]]
+"""Token ids; of rows: one prompt for each, rows of one group being neighbours."""
+
 
 def prefill(
     policy: Policy,
     llama_decoder: LlamaDecoder | None,
-    prompts: Sequence[tuple[int, ...]],
+    prompts: Prompts,
     capacity: int,
-) -> tuple[ForkedCacheDecoder | DynamicCacheDecoder, Tensor]:
+) -> tuple[Decoder, Tensor]:
     """Compute the prompt of each row, once for neighbouring rows with equal prompts.
 
     ``llama_decoder`` computes decode steps; None: the model's own modules do. ``capacity`` is the room for own tokens
@@ -65,7 +68,7 @@ class ForkedCacheDecoder:
         self,
         policy: Policy,
         llama_decoder: LlamaDecoder | None,
-        prompts: Sequence[tuple[int, ...]],
+        prompts: Prompts,
         capacity: int,
     ):
         self.head = policy.model.get_output_embeddings()
@@ -98,7 +101,8 @@ class ForkedCacheDecoder:
         ids_RN, padding_R = _padded_left(tokens, 0, self.positions_R.device)
         N = ids_RN.shape[1]
         first_R = self.positions_R - padding_R
-        positions_RN = first_R[:, None] + torch.arange(N, device=first_R.device)
+        index_N = torch.arange(N, device=first_R.device)
+        positions_RN = first_R[:, None] + index_N
         new_R = N - padding_R
         hidden_RNH = extended_hidden(
             self.backbone,
@@ -140,7 +144,7 @@ class DynamicCacheDecoder:
 
     is_full = False
 
-    def __init__(self, policy: Policy, prompts: Sequence[tuple[int, ...]], capacity: int):
+    def __init__(self, policy: Policy, prompts: Prompts, capacity: int):
         self.model = policy.model
         ids_UN, self.padding_R = _padded_left(prompts, policy.pad_id, policy.device)
         self.length = 0
@@ -152,7 +156,8 @@ class DynamicCacheDecoder:
             self.has_attention |= isinstance(layer, DynamicLayer)
             # A layer with a window, or a state in place of keys, is a subclass or another class.
             if type(layer) is DynamicLayer:
-                self.cache.layers[number] = _PreallocatedLayer(ids_UN.shape[1] + capacity)
+                width = ids_UN.shape[1] + capacity
+                self.cache.layers[number] = _PreallocatedLayer(width)
         parameters = inspect.signature(self.model.forward).parameters
         self.cache_name = "cache_params" if "cache_params" in parameters else "past_key_values"
 
@@ -180,7 +185,8 @@ class DynamicCacheDecoder:
         """Append tokens to every row; logits ``[R, V]`` of the next."""
         start = self.length
         self.length += ids_RN.shape[1]
-        index_RK = torch.arange(self.length, device=ids_RN.device) - self.padding_R[:, None]
+        index_K = torch.arange(self.length, device=ids_RN.device)
+        index_RK = index_K - self.padding_R[:, None]  # negative at padding
         # Mamba would multiply its one new token by the mask of all tokens.
         needs_mask = self.has_attention or start == 0
         out = self.model(
@@ -194,6 +200,9 @@ class DynamicCacheDecoder:
         return out.logits[:, -1]
 
 
+Decoder = ForkedCacheDecoder | DynamicCacheDecoder
+
+
 class _PreallocatedLayer(DynamicLayer):
     """A full-attention cache layer with buffers allocated once.
 
@@ -205,7 +214,13 @@ class _PreallocatedLayer(DynamicLayer):
         self.capacity = capacity
         self.length = 0
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+    def update(
+        self,
+        key_states: Tensor,
+        value_states: Tensor,
+        *args,
+        **kwargs,
+    ) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.keys = self._buffer(key_states)
             self.values = self._buffer(value_states)
@@ -214,7 +229,9 @@ class _PreallocatedLayer(DynamicLayer):
         self.length += key_states.shape[2]
         self.keys[:, :, start : self.length] = key_states
         self.values[:, :, start : self.length] = value_states
-        return self.keys[:, :, : self.length], self.values[:, :, : self.length]
+        keys = self.keys[:, :, : self.length]
+        values = self.values[:, :, : self.length]
+        return keys, values
 
     def _buffer(self, states: Tensor) -> Tensor:
         dtype = states.dtype
@@ -236,7 +253,11 @@ def _padded_left(
 ) -> tuple[Tensor, Tensor]:
     """Token ids ``[R, N]``, and the number of padding tokens before each row, ``[R]``."""
     rows = [torch.tensor(sequence) for sequence in sequences]
-    ids_RN = pad_sequence(rows, batch_first=True, padding_value=pad_id, padding_side="left")
-    lengths_R = torch.tensor([len(row) for row in rows], device=device)
-    padding_R = ids_RN.shape[1] - lengths_R
-    return ids_RN.to(device), padding_R
+    ids_RN = pad_sequence(
+        rows,
+        batch_first=True,
+        padding_value=pad_id,
+        padding_side="left",
+    )
+    padding = [ids_RN.shape[1] - len(row) for row in rows]
+    return ids_RN.to(device), torch.tensor(padding, device=device)

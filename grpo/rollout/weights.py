@@ -38,8 +38,8 @@ class FusedLinear:
             self.weight = _mkldnn._reorder_linear_weight(self.weight, None)
         self.bias = None
         if layers[0].bias is not None:
-            biases = [layer.bias for layer in layers]
-            self.bias = torch.cat(biases).detach().to(dtype)
+            biases = [layer.bias.detach() for layer in layers]
+            self.bias = torch.cat(biases).to(dtype)
 
         self._input: Tensor | None = None
         self._outputs: tuple[Tensor, ...] = ()
@@ -48,14 +48,22 @@ class FusedLinear:
         """The outputs of all layers side by side, ``[..., sum(out_features)]``."""
         x = x.to(self.dtype)
         if self.weight.is_mkldnn:
-            return _mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+            return _mkldnn._linear_pointwise(
+                x,
+                self.weight,
+                self.bias,
+                "none",  # no operation after it
+                [],
+                "",
+            )
         return F.linear(x, self.weight, self.bias)
 
     def output_of(self, number: int, x: Tensor) -> Tensor:
         """The output of one layer. The first call with a tensor computes all, and the last layer's call drops them."""
         if x is not self._input:
+            outputs = self(x)
+            self._outputs = outputs.split(self.sizes, dim=-1)
             self._input = x
-            self._outputs = self(x).split(self.sizes, dim=-1)
         output = self._outputs[number]
         if number == len(self.layers) - 1:
             self._input = None
@@ -69,7 +77,8 @@ class CopiedLinear(nn.Module):
     def __init__(self, layer: nn.Linear, fused: FusedLinear):
         super().__init__()
         # Some models read a layer's weight, dtype or size.
-        vars(self).update(vars(adapted_base(layer) or layer))
+        base = adapted_base(layer) or layer
+        vars(self).update(vars(base))
         self.fused = fused
         self.number = fused.layers.index(layer)
 
@@ -84,7 +93,10 @@ Copies = dict[nn.Linear, FusedLinear]
 @contextlib.contextmanager
 def in_place_of(model: nn.Module, copies: Copies) -> Iterator[None]:
     """Inside the block, the model computes from these copies."""
-    layers = {name: module for name, module in model.named_modules() if module in copies}
+    layers = {}
+    for name, module in model.named_modules():
+        if module in copies:
+            layers[name] = module
     try:
         for name, layer in layers.items():
             model.set_submodule(name, CopiedLinear(layer, copies[layer]))
@@ -119,7 +131,8 @@ def copies_of(modules: list[nn.Module], precision: str) -> Copies:
                 continue
             shapes = {(layer.in_features, layer.bias is None) for layer in siblings}
             if len(shapes) == 1:
-                copies |= dict.fromkeys(siblings, FusedLinear(siblings, dtype))
+                fused = FusedLinear(siblings, dtype)
+                copies |= dict.fromkeys(siblings, fused)
     for layer in layers:
         if layer not in copies:
             copies[layer] = FusedLinear([layer], dtype)
@@ -133,7 +146,12 @@ class GatheredWeights:
     (embedding, norms) is cloned. After that no decode step communicates: ranks may decode different numbers of steps.
     """
 
-    def __init__(self, root: nn.Module, model: nn.Module, own: nn.Module):
+    def __init__(
+        self,
+        root: nn.Module,
+        model: nn.Module,
+        own: nn.Module,
+    ):
         """
         Args:
             root: the sharded module whose root group holds what is in no layer of ``model``.
@@ -142,26 +160,24 @@ class GatheredWeights:
         """
         self.root = root
         self.own = own
-        self.sources = dict(zip(own.modules(), model.modules(), strict=True))
+        pairs = zip(own.modules(), model.modules(), strict=True)
+        self.sources = dict(pairs)
         """The sharded model's module for each module of the rank's model."""
-        self.empty = {module: dict(module._parameters) for module in own.modules()}
+        self.empty = {}
         """The parameters on the meta device that each module of the rank's model has between rollouts."""
+        for module in own.modules():
+            self.empty[module] = dict(module._parameters)
 
     @contextlib.contextmanager
     def copied(self, precision: str, *, fast_decode: bool) -> Iterator[None]:
         """Inside the block the rank's model has the weights of this moment. All ranks enter it together."""
-        parts = []
-        in_no_layer = dict(self.sources)
-        for layer in decoder_layers(self.own):
-            modules = [module for module in layer.modules() if module in in_no_layer]
-            parts.append((self.sources[layer], modules))
-            for module in modules:
-                del in_no_layer[module]
-        parts.append((self.root, list(in_no_layer)))
-
+        layers = decoder_layers(self.own)
+        layer_of = {part: layer for layer in layers for part in layer.modules()}
         copies: Copies = {}
         try:
-            for source, modules in parts:
+            for layer in [*layers, None]:  # None: what is in no layer
+                modules = [module for module in self.sources if layer_of.get(module) is layer]
+                source = self.root if layer is None else self.sources[layer]
                 with torch.no_grad(), gathered(source):
                     copies |= self._take(modules, precision, fast_decode)
             with in_place_of(self.own, copies):
@@ -170,7 +186,12 @@ class GatheredWeights:
             for module, parameters in self.empty.items():
                 module._parameters.update(parameters)
 
-    def _take(self, modules: list[nn.Module], precision: str, fast_decode: bool) -> Copies:
+    def _take(
+        self,
+        modules: list[nn.Module],
+        precision: str,
+        fast_decode: bool,
+    ) -> Copies:
         """Copy or clone the weights of these modules while they are gathered."""
         for module in modules:
             module._parameters.update(self.sources[module]._parameters)
@@ -195,16 +216,18 @@ def _is_worth_copying(module: nn.Module, dtype: torch.dtype) -> bool:
     linear = adapted_base(module) or module
     if type(linear) not in (nn.Linear, HalfLinear):
         return False
-    if linear.weight.dtype not in (torch.float32, torch.bfloat16):
-        return False
     for layer in (module, linear):
-        if "forward" in vars(layer) or layer._forward_hooks or layer._forward_pre_hooks:
+        hooks = layer._forward_hooks or layer._forward_pre_hooks
+        if hooks or "forward" in vars(layer):
             return False
-    return linear is not module or dtype == torch.bfloat16 or _can_reorder(linear.weight)
+    has_adapter = linear is not module
+    return has_adapter or dtype == torch.bfloat16 or _can_reorder(linear.weight)
 
 
 def _can_reorder(weight: Tensor) -> bool:
     """True if oneDNN can multiply with a reordered copy of this weight."""
-    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+    if weight.device.type != "cpu":
+        return False
+    if not torch.backends.mkldnn.is_available():
         return False
     return weight.dtype == torch.float32 or _mkldnn._is_mkldnn_bf16_supported()
