@@ -57,7 +57,7 @@ def prefill(
         decoder = DynamicCacheDecoder(policy, distinct, capacity)
 
     prompt_R = torch.tensor(prompt_of_row, device=policy.device)
-    decoder.keep_rows(prompt_R)
+    decoder.fork(prompt_R)
     return decoder, decoder.logits_UV[prompt_R]
 
 
@@ -84,6 +84,11 @@ class ForkedCacheDecoder:
         """Logits of the first token after each prompt."""
         self.positions_R = self.cache.prompt_lengths_U
         """Position of each row's next token."""
+
+    def fork(self, prompt_R: Tensor) -> None:
+        """Let row r continue prompt ``prompt_R[r]``."""
+        self.cache.fork(prompt_R)
+        self.positions_R = self.positions_R[prompt_R]
 
     @property
     def is_full(self) -> bool:
@@ -167,8 +172,12 @@ class DynamicCacheDecoder:
         """As :meth:`ForkedCacheDecoder.step`."""
         return self._forward(token_R[:, None])
 
+    def fork(self, prompt_R: Tensor) -> None:
+        """As :meth:`ForkedCacheDecoder.fork`."""
+        self.keep_rows(prompt_R)
+
     def keep_rows(self, rows: Tensor) -> None:
-        """As :meth:`ForkedCacheDecoder.keep_rows`; a row may be kept several times."""
+        """As :meth:`ForkedCacheDecoder.keep_rows`."""
         # ``batch_select_indices`` does the same, but not for the states of linear attention.
         self.cache.reorder_cache(rows)
         self.padding_R = self.padding_R[rows]
