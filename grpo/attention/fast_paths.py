@@ -54,7 +54,7 @@ def only(*parts: str) -> Iterator[None]:
 
 
 def reset() -> None:
-    """Switch all parts off and forget what has been compiled, before another run of this process."""
+    """Switch all parts off and forget what has been compiled: another run begins."""
     _on.clear()
     _beyond_limit.clear()
     if _compile.cache_info().currsize:
@@ -85,7 +85,8 @@ def compiled(part: str) -> Callable[[Callable], Callable]:
                 _on.discard(part)
                 _beyond_limit.add(part)
                 limit = torch._dynamo.config.recompile_limit
-                print(f"note      without {part} from now on ({limit} variants are dynamo's limit)", flush=True)
+                reason = f"{limit} variants are dynamo's limit"
+                print(f"note      without {part} from now on ({reason})", flush=True)
                 return function(*args)
 
         return call

@@ -1,12 +1,14 @@
 """A KV cache in which all completions of a prompt share the prompt's keys and values.
 
-A decode step spends its time on reading keys and values. Those of a prompt are in memory once, and the queries of all
-its completions are multiplied with them in one product. The keys and values of the completions' own tokens are in a
-second buffer. All have the dtype of the attention products, so that autocast does not cast them at every token.
+A decode step spends its time on reading keys and values. Those of a prompt are in memory once, and
+the queries of all its completions are multiplied with them in one product. The keys and values of
+the completions' own tokens are in a second buffer. All have the dtype of the attention products, so
+that autocast does not cast them at every token.
 
-Shapes: ``U`` prompts, ``P`` longest prompt, ``R`` rows (completions) being decoded, ``J`` most rows of one prompt,
-``C`` own tokens so far, ``H`` query heads, ``K`` key heads, ``D`` head size, ``g = H/K``, ``j = J * g``; ``N`` queries
-and ``S`` keys of each of ``b = B * K`` sequences, where ``B`` are prompts or rows.
+Shapes: ``U`` prompts, ``P`` longest prompt, ``R`` rows (completions) being decoded, ``J`` most rows
+of one prompt, ``C`` own tokens so far, ``H`` query heads, ``K`` key heads, ``D`` head size,
+``g = H/K``, ``j = J * g``; ``N`` queries and ``S`` keys of each of ``b = B * K`` sequences, where
+``B`` are prompts or rows.
 """
 
 from __future__ import annotations
@@ -57,7 +59,11 @@ class ForkedCache:
     def store_prompts(self, layer: int, k_UPKD: Tensor, v_UPKD: Tensor) -> None:
         """Store the keys and values of the prompts, padded on the right."""
         self.dtype = product_dtype(v_UPKD)
-        self.prompts[layer] = tuple(x_UPKD.transpose(1, 2).to(self.dtype).contiguous() for x_UPKD in (k_UPKD, v_UPKD))
+        prompts = []
+        for x_UPKD in (k_UPKD, v_UPKD):
+            x_UKPD = x_UPKD.transpose(1, 2).to(self.dtype)
+            prompts.append(x_UKPD.contiguous())
+        self.prompts[layer] = tuple(prompts)
 
     def fork(self, prompt_R: Tensor) -> None:
         """Let row r continue prompt ``prompt_R[r]``; rows of one prompt must be neighbours."""
@@ -65,29 +71,36 @@ class ForkedCache:
         """The prompt of each row."""
         self.start_R = torch.zeros_like(prompt_R)
         """Index of each row's first own token in the buffers."""
-        # Zeros, because what is masked counts 0 times its value: other memory may hold NaN.
-        self.own = dict(self.prompts)
         R = len(prompt_R)
-        _replace(self.own, lambda x: x.new_zeros(R, x.shape[1], self.capacity, x.shape[3]))
+
+        def buffer(prompts_UKPD: Tensor) -> Tensor:
+            # Zeros: what is masked counts 0 times its value, and other memory may hold NaN.
+            _, K, _, D = prompts_UKPD.shape
+            return prompts_UKPD.new_zeros(R, K, self.capacity, D)
+
+        self.own = dict(self.prompts)
+        _replace(self.own, buffer)
         self._update_layout()
 
     @property
     def is_full(self) -> bool:
-        """True if the buffers have no index for another token until :meth:`keep_rows` drops rows that began first."""
+        """True if the next token has no place until :meth:`keep_rows` drops the first rows."""
         return self.length == self.capacity
 
     def keep_rows(self, rows: Tensor) -> None:
-        """Drop all rows but these, prompts that no row continues, and buffer indices before the first token of all."""
-        first = int(self.start_R[rows].min())
-        self.start_R = self.start_R[rows] - first
+        """Drop all rows but these, and prompts and buffer indices that only others have."""
+        start_R = self.start_R[rows]
+        first = int(start_R.min())
+        self.start_R = start_R - first
         _replace(self.own, lambda x: select_rows(x, rows, first, self.length))
         self.length -= first
 
-        prompts_left, self.prompt_R = self.prompt_R[rows].unique(return_inverse=True)
-        if len(prompts_left) < len(self.names):
-            self.prompt_lengths_U = self.prompt_lengths_U[prompts_left]
-            self.names = [self.names[u] for u in prompts_left.tolist()]
-            _replace(self.prompts, lambda x: x[prompts_left])
+        prompt_R = self.prompt_R[rows]
+        kept_U, self.prompt_R = prompt_R.unique(return_inverse=True)
+        if len(kept_U) < len(self.names):
+            self.names = [self.names[u] for u in kept_U.tolist()]
+            self.prompt_lengths_U = self.prompt_lengths_U[kept_U]
+            _replace(self.prompts, lambda x: x[kept_U])
         self._update_layout()
 
     def split(self, rows: Tensor) -> ForkedCache:
@@ -104,20 +117,22 @@ class ForkedCache:
         new = [u for u, name in enumerate(other.names) if name not in known]
         self.names = self.names + [other.names[u] for u in new]
         index = {name: u for u, name in enumerate(self.names)}
-        prompt_U = other.prompt_R.new_tensor([index[name] for name in other.names])
-        self.prompt_R = torch.cat([self.prompt_R, prompt_U[other.prompt_R]])
-        self.prompt_lengths_U = torch.cat([self.prompt_lengths_U, other.prompt_lengths_U[new]])
+        index_U = [index[name] for name in other.names]
+        prompt_R = self.prompt_R.new_tensor(index_U)[other.prompt_R]
+        self.prompt_R = torch.cat([self.prompt_R, prompt_R])
+        new_lengths = other.prompt_lengths_U[new]
+        self.prompt_lengths_U = torch.cat([self.prompt_lengths_U, new_lengths])
         P = int(self.prompt_lengths_U.max())
-
-        def joined_prompts(ours: Tensor, theirs: Tensor) -> Tensor:
-            parts = (ours, theirs[new])
-            return torch.cat([F.pad(x, (0, 0, 0, P - x.shape[2])) for x in parts])
 
         # The last tokens of all rows come to stand at the same index.
         length = max(self.length, other.length)
         shift = length - self.length
         other_shift = length - other.length
-        self.start_R = torch.cat([self.start_R + shift, other.start_R + other_shift])
+        starts = [self.start_R + shift, other.start_R + other_shift]
+        self.start_R = torch.cat(starts)
+
+        def joined_prompts(ours: Tensor, theirs: Tensor) -> Tensor:
+            return torch.cat([_with_length(ours, P), _with_length(theirs[new], P)])
 
         def joined_own(ours: Tensor, theirs: Tensor) -> Tensor:
             R = len(ours)
@@ -140,22 +155,33 @@ class ForkedCache:
         """Additive mask ``[R, 1, 1, C]`` of the indices before each row's first token."""
 
     def begin_tokens(self, new_R: Tensor) -> None:
-        """Advance by ``new_R[r]`` tokens of row r, which :meth:`attend` gets together, padded on the left."""
+        """Advance by ``new_R[r]`` tokens of row r, which come together, padded on the left."""
         # All rows end at the same index, whatever their number of tokens.
-        end = int((self.length - self.start_R + new_R).max())
-        shift_R = end - new_R - self.length
-        self.start_R = self.start_R + shift_R
-        self.length = end
+        end_R = self.length - self.start_R + new_R
+        end = int(end_R.max())
+        shift_R1 = (end - new_R - self.length)[:, None]
         index = torch.arange(self.capacity, device=new_R.device)
-        source = (index - shift_R[:, None]).clamp(0, self.capacity - 1)[:, None, :, None]
-        _replace(self.own, lambda x: x.gather(2, source.expand(-1, x.shape[1], -1, x.shape[3])))
+        source = (index - shift_R1).clamp(0, self.capacity - 1)
+        source_R1C1 = source[:, None, :, None]
 
+        def moved(x_RKCD: Tensor) -> Tensor:
+            _, K, _, D = x_RKCD.shape
+            return x_RKCD.gather(2, source_R1C1.expand(-1, K, -1, D))
+
+        _replace(self.own, moved)
+        self.start_R = self.start_R + shift_R1[:, 0]
+        self.length = end
+
+        N = int(new_R.max())
         index_C = index[:end]
-        index_N = index_C[end - int(new_R.max()) :]
-        self.is_new_RN = index_N >= end - new_R[:, None]
-        is_own_RNC = (index_C >= self.start_R[:, None, None]) & (index_C <= index_N[:, None])
-        is_prompt_RNP = self.is_prompt_UP[self.prompt_R][:, None].expand(-1, len(index_N), -1)
-        self.mask_R1NS = torch.cat([is_prompt_RNP, is_own_RNC], dim=-1)[:, None]
+        index_N1 = index_C[-N:, None]
+        self.is_new_RN = index_C[-N:] >= end - new_R[:, None]
+        is_own_RNC = index_C >= self.start_R[:, None, None]
+        is_own_RNC = is_own_RNC & (index_C <= index_N1)
+        is_prompt_RP = self.is_prompt_UP[self.prompt_R]
+        is_prompt_RNP = is_prompt_RP[:, None].expand(-1, N, -1)
+        mask_RNS = torch.cat([is_prompt_RNP, is_own_RNC], dim=-1)
+        self.mask_R1NS = mask_RNS[:, None]
 
     def attend(
         self,
@@ -165,23 +191,30 @@ class ForkedCache:
         v_RKND: Tensor,
         scaling: float | None,
     ) -> Tensor:
-        """Store the new tokens' keys and values, and attend to prompts and own tokens; ``[R, N, H, D]``."""
-        q_RHND, k_RKND, v_RKND = (x.to(self.dtype) for x in (q_RHND, k_RKND, v_RKND))
-        R, H, _, D = q_RHND.shape
-        K = k_RKND.shape[1]
+        """Store new tokens, which attend to their prompt and own tokens; ``[R, N, H, D]``."""
+        q_RHND = q_RHND.to(self.dtype)
+        k_RKND = k_RKND.to(self.dtype)
+        v_RKND = v_RKND.to(self.dtype)
         with torch.autocast(q_RHND.device.type, enabled=False):
-            if self.mask_R1NS is not None:
-                return self._attend_several(layer, q_RHND, k_RKND, v_RKND, scaling)
-            self._store_token(layer, k_RKND, v_RKND)
-            scaling = D**-0.5 if scaling is None else scaling
-            kernel = _cpu_attention if self.use_cpu_kernel else _plain_attention
-            own = (buffer[:, :, : self.length] for buffer in self.own[layer])
-            q_RKgD = q_RHND.reshape(R, K, H // K, D)
-            q_UKjD = self._rows_to_prompts(q_RKgD)
-            of_prompt = kernel(q_UKjD, *self.prompts[layer], self.prompt_bias, scaling)
-            of_own = kernel(q_RKgD, *own, self.own_bias, scaling)
-            of_prompt = (self._prompts_to_rows(x_UKj) for x_UKj in of_prompt)
-            return _merged(*of_own, *of_prompt).reshape(R, 1, H, D)
+            if self.mask_R1NS is None:
+                return self._attend_one(layer, q_RHND, k_RKND, v_RKND, scaling)
+            return self._attend_several(layer, q_RHND, k_RKND, v_RKND, scaling)
+
+    def _attend_one(self, layer: int, q_RH1D, k_RK1D, v_RK1D, scaling) -> Tensor:
+        R, H, _, D = q_RH1D.shape
+        K = k_RK1D.shape[1]
+        if scaling is None:
+            scaling = D**-0.5
+        kernel = _cpu_attention if self.use_cpu_kernel else _plain_attention
+        q_RKgD = q_RH1D.reshape(R, K, H // K, D)
+        q_UKjD = self._rows_to_prompts(q_RKgD)
+        of_prompt = kernel(q_UKjD, *self.prompts[layer], self.prompt_bias, scaling)
+        of_prompt = [self._prompts_to_rows(x_UKj) for x_UKj in of_prompt]
+
+        self._store_token(layer, k_RK1D, v_RK1D)
+        own = [buffer[:, :, : self.length] for buffer in self.own[layer]]
+        of_own = kernel(q_RKgD, *own, self.own_bias, scaling)
+        return _merged(*of_own, *of_prompt).reshape(R, 1, H, D)
 
     def _store_token(self, layer: int, k_RK1D: Tensor, v_RK1D: Tensor) -> None:
         keys, values = self.own[layer]
@@ -209,15 +242,17 @@ class ForkedCache:
         return out_RHND.transpose(1, 2)
 
     def _update_layout(self) -> None:
-        """Assign each row a cell of the ``[U, J]`` grid of :meth:`_rows_to_prompts`, and mask the prompts' padding."""
+        """Assign each row a cell of the ``[U, J]`` grid of :meth:`_rows_to_prompts`."""
         device = self.prompt_R.device
-        U = len(self.prompt_lengths_U)
+        U = len(self.names)
+        # The number of earlier rows of the same prompt, which need not be neighbours.
         is_same_RR = self.prompt_R[:, None] == self.prompt_R
-        number_R = is_same_RR.tril(-1).sum(dim=1)  # rows of its prompt before each row
+        number_R = is_same_RR.tril(-1).sum(dim=1)
         J = int(number_R.max()) + 1
-        cell_R = self.prompt_R * J + number_R
         self.grid = (U, J)
-        self.cell_R = None if torch.equal(cell_R, torch.arange(U * J, device=device)) else cell_R
+        self.cell_R = self.prompt_R * J + number_R
+        if torch.equal(self.cell_R, torch.arange(U * J, device=device)):
+            self.cell_R = None
 
         k_UKPD, _ = next(iter(self.prompts.values()))
         index_P = torch.arange(k_UKPD.shape[2], device=device)
@@ -227,19 +262,24 @@ class ForkedCache:
 
     def _bias(self, is_masked_RN: Tensor) -> Tensor | None:
         """An additive mask, or None if nothing is masked."""
-        return additive_mask(is_masked_RN, self.dtype) if bool(is_masked_RN.any()) else None
+        if not bool(is_masked_RN.any()):
+            return None
+        return additive_mask(is_masked_RN, self.dtype)
 
     def _rows_to_prompts(self, x_RKgD: Tensor) -> Tensor:
-        """``[R, K, g, D]`` to ``[U, K, J * g, D]``, zeros in the cells of prompts that have fewer than J rows."""
+        """``[R, K, g, D]`` to ``[U, K, J * g, D]``; zeros where a prompt has fewer than J rows."""
         U, J = self.grid
         if self.cell_R is not None:
-            x_RKgD = x_RKgD.new_zeros(U * J, *x_RKgD.shape[1:]).index_copy_(0, self.cell_R, x_RKgD)
-        return x_RKgD.unflatten(0, (U, J)).transpose(1, 2).flatten(2, 3)
+            zeros = x_RKgD.new_zeros(U * J, *x_RKgD.shape[1:])
+            x_RKgD = zeros.index_copy_(0, self.cell_R, x_RKgD)
+        x_UJKgD = x_RKgD.unflatten(0, (U, J))
+        return x_UJKgD.transpose(1, 2).flatten(2, 3)
 
     def _prompts_to_rows(self, x_UKj: Tensor) -> Tensor:
         """The inverse of :meth:`_rows_to_prompts`, with or without the last dimension."""
         _, J = self.grid
-        x_RKg = x_UKj.unflatten(2, (J, -1)).transpose(1, 2).flatten(0, 1)
+        x_UKJg = x_UKj.unflatten(2, (J, -1))
+        x_RKg = x_UKJg.transpose(1, 2).flatten(0, 1)
         if self.cell_R is not None:
             return x_RKg[self.cell_R]
         # Of a single prompt it is a view, for which the compiler would make another variant.
@@ -248,9 +288,10 @@ class ForkedCache:
 
 @fast_paths.compiled(fast_paths.STEP)
 def _merged(own_out_RKgD, own_log_z_RKg, prompt_out_RKgD, prompt_log_z_RKg) -> Tensor:
-    """Attention to own tokens and to the prompt joined, ``[R, K, g, D]``; ``log_z``: log of the sum of ``e^score``.
+    """Attention to own tokens and to the prompt joined, ``[R, K, g, D]``.
 
-    With weights ``e^s / Z``, ``out = (Z_prompt out_prompt + Z_own out_own) / (Z_prompt + Z_own)``.
+    ``log_z`` is the log of the sum of ``e^score``. With weights ``e^s / Z``,
+    ``out = (Z_prompt out_prompt + Z_own out_own) / (Z_prompt + Z_own)``.
     """
     dtype = own_log_z_RKg.dtype
     prompt_share_RKg = torch.sigmoid(prompt_log_z_RKg - own_log_z_RKg)
@@ -262,12 +303,19 @@ def _merged(own_out_RKgD, own_log_z_RKg, prompt_out_RKgD, prompt_log_z_RKg) -> T
     return out_RKgD.to(own_out_RKgD.dtype)
 
 
-def _cpu_attention(q_BKND, k_BKSD, v_BKSD, mask: Tensor | None, scaling: float) -> tuple[Tensor, Tensor]:
-    """Output ``[B, K, N, D]`` and ``log_z`` ``[B, K, N]`` of N queries over S keys, by the CPU's fused kernel.
+def _cpu_attention(
+    q_BKND: Tensor,
+    k_BKSD: Tensor,
+    v_BKSD: Tensor,
+    mask: Tensor | None,
+    scaling: float,
+) -> tuple[Tensor, Tensor]:
+    """Output ``[B, K, N, D]`` and ``log_z`` ``[B, K, N]`` of N queries over S keys.
 
-    An additive mask leaves keys out.
+    By the CPU's fused kernel. An additive mask leaves keys out.
     """
-    mask = None if mask is None else mask.expand(-1, -1, q_BKND.shape[2], -1)
+    if mask is not None:
+        mask = mask.expand(-1, -1, q_BKND.shape[2], -1)
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q_BKND,
         k_BKSD,
@@ -277,10 +325,16 @@ def _cpu_attention(q_BKND, k_BKSD, v_BKSD, mask: Tensor | None, scaling: float) 
     )
 
 
-def _plain_attention(q_BKND, k_BKSD, v_BKSD, mask: Tensor | None, scaling: float) -> tuple[Tensor, Tensor]:
+def _plain_attention(
+    q_BKND: Tensor,
+    k_BKSD: Tensor,
+    v_BKSD: Tensor,
+    mask: Tensor | None,
+    scaling: float,
+) -> tuple[Tensor, Tensor]:
     """The same by matrix products, on CUDA.
 
-    Scores are in fp32 for half precision, as in fused kernels: bf16 would round a score of 64 by 0.25.
+    Scores are in fp32 for half precision, as in fused kernels: bf16 would round 64 by 0.25.
     """
     q_bND = q_BKND.flatten(0, 1)
     k_bDS = k_BKSD.flatten(0, 1).transpose(1, 2)
@@ -292,39 +346,51 @@ def _plain_attention(q_BKND, k_BKSD, v_BKSD, mask: Tensor | None, scaling: float
     scores = scores * scaling if mask is None else torch.add(mask, scores, alpha=scaling)
     weights = scores.softmax(dim=-1)
     # The largest weight is e^(largest score - log_z).
-    log_z_BKN = scores.amax(dim=-1) - weights.amax(dim=-1).log()
-    return weights.to(v_BKSD.dtype) @ v_BKSD, log_z_BKN
+    log_of_largest = weights.amax(dim=-1).log()
+    log_z_BKN = scores.amax(dim=-1) - log_of_largest
+    out_BKND = weights.to(v_BKSD.dtype) @ v_BKSD
+    return out_BKND, log_z_BKN
 
 
-def additive_mask(padding_RN: Tensor, dtype: torch.dtype) -> Tensor:
-    """``[R, 1, 1, N]`` -inf where ``padding`` is True, else 0."""
-    return torch.zeros_like(padding_RN, dtype=dtype).masked_fill_(padding_RN, -torch.inf)[:, None, None]
+def additive_mask(is_masked_RN: Tensor, dtype: torch.dtype) -> Tensor:
+    """``[R, 1, 1, N]`` -inf where ``is_masked_RN`` is True, else 0."""
+    mask_RN = torch.zeros_like(is_masked_RN, dtype=dtype)
+    mask_RN.masked_fill_(is_masked_RN, -torch.inf)
+    return mask_RN[:, None, None]
 
 
 def select_rows(buffer: Tensor, rows: Tensor, first: int, end: int) -> Tensor:
-    """Chosen rows of a buffer ``[R, K, capacity, D]``, with their tokens ``first`` to ``end`` moved to the front."""
+    """Rows of a buffer ``[R, K, capacity, D]``, their tokens ``first`` to ``end`` at the front."""
     chosen = buffer.new_zeros(len(rows), *buffer.shape[1:])
     chosen[:, :, : end - first] = buffer[rows, :, first:end]
     return chosen
 
 
+def _with_length(x_UKPD: Tensor, P: int) -> Tensor:
+    """Cut or padded on the right to P tokens."""
+    return F.pad(x_UKPD, (0, 0, 0, P - x_UKPD.shape[2]))
+
+
 def _replace(layers: dict, function: Callable[..., Tensor], *others: dict) -> None:
-    """Replace keys and values, layer by layer, by a function of them, and of those of other caches."""
+    """Replace keys and values by a function of them and of those of other caches."""
     for layer in layers:
-        columns = zip(layers[layer], *(other[layer] for other in others), strict=True)
-        layers[layer] = tuple(function(*column) for column in columns)
+        pairs = [layers[layer], *(other[layer] for other in others)]
+        layers[layer] = tuple(map(function, *pairs))
 
 
 def repeat_heads(x_RKSD: Tensor, H: int) -> Tensor:
     """Keys or values ``[R, H, S, D]``, each head repeated for its query heads."""
     K = x_RKSD.shape[1]
-    return x_RKSD if H == K else x_RKSD.repeat_interleave(H // K, dim=1)
+    if H == K:
+        return x_RKSD
+    return x_RKSD.repeat_interleave(H // K, dim=1)
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
     """The dtype in which attention multiplies ``x``: autocast's on a GPU; at least fp32 on CPU.
 
-    On CPU, decode steps in fp32 take 0.6 of the time of bf16, for which oneDNN also makes a kernel for each shape.
+    On CPU, decode steps in fp32 take 0.6 of the time of bf16, for which oneDNN also makes a kernel
+    for each shape.
     """
     kind = x.device.type
     if kind == "cpu":

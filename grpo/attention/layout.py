@@ -1,10 +1,11 @@
-"""The layout of a micro-batch as one packed row of tokens: each group's prompt once, then the completions, unpadded.
+"""The layout of a micro-batch as one packed row of tokens: each prompt once, then the completions, unpadded.
 
-Completions are sorted by length into *tiles*. The tokens of a tile are neighbours in the row, and their attention is
-one kernel call.
+Completions are sorted by length into *tiles*. The tokens of a tile are neighbours in the row, and
+their attention is one kernel call.
 
-Shapes: ``B`` rows of the micro-batch, ``S`` their padded length, ``N`` tokens of the packed row, ``M`` scored tokens,
-``U`` prompts, ``P`` longest prompt, ``R`` rows of a tile, ``C`` longest row of the tile, ``n`` tokens of the tile.
+Shapes: ``B`` rows of the micro-batch, ``S`` their padded length, ``N`` tokens of the packed row,
+``M`` scored tokens, ``U`` prompts, ``P`` longest prompt, ``R`` rows of a tile, ``C`` longest row of
+the tile, ``n`` tokens of the tile.
 """
 
 from __future__ import annotations
@@ -21,20 +22,20 @@ from torch.nn.utils.rnn import pad_sequence
 
 @dataclass(frozen=True)
 class Tile:
-    """Consecutive tokens of the packed row with one kernel call: all prompts, or completions of similar length."""
+    """Consecutive tokens with one kernel call: all prompts, or completions of similar length."""
 
     rows: int
     width: int
     """Tokens of the longest row."""
     slots_n: Tensor | None
-    """Index of each token in the padded ``[rows * width]`` tensor; None if all rows are equally long."""
+    """Index of each token in the padded ``[rows * width]`` tensor; None if nothing is padded."""
     prompt_R: Tensor
     """Index of the prompt that each row is or continues."""
     prompt_lengths_R: Tensor
     """Tokens of that prompt."""
 
     def visible_RCS(self, P: int) -> Tensor:
-        """``[R, C, P + C]`` True where a completion's token may attend: to its prompt and its own tokens up to itself.
+        """``[R, C, P + C]`` True where a completion's token may attend: its prompt, its own tokens up to itself.
 
         ``P``: tokens of the longest prompt of the row.
         """
@@ -60,12 +61,15 @@ class Tile:
 
 @dataclass(frozen=True)
 class PackedLayout:
-    """The packed row: all prompts, then the completions, tile by tile, without last tokens, which predict nothing."""
+    """The packed row: all prompts, then the completions, tile by tile.
+
+    The last tokens of completions are left out, since they predict nothing.
+    """
 
     ids_1N: Tensor
     positions_1N: Tensor
     before_M: Tensor
-    """Index in the row of the token before each scored token, whose logits score it, in the order of the batch."""
+    """Index of the token before each scored token, whose logits score it, in the order of the batch."""
     tiles: list[Tile]
     """The tile of the prompts first."""
     sizes: list[int]
@@ -97,13 +101,15 @@ def pack(
 
     # Each run of tokens in the packed order: the row of the batch, the first token and the end.
     spans = [(b, 0, prompt_lengths_B[b]) for b in row_of_prompt.values()]
-    tiles = [_tile(prompt_lengths, range(len(prompt_lengths)), prompt_lengths, device)]
+    all_prompts = range(len(prompt_lengths))
+    tiles = [_tile(prompt_lengths, all_prompts, prompt_lengths, device)]
     sizes = [sum(prompt_lengths)]
     start_of_completion = {}
     end = sizes[0]
     for rows in _similar_lengths([n - 1 for n in lengths_B]):
         lengths = [lengths_B[b] - 1 for b in rows]
-        tiles.append(_tile(lengths, [prompt_B[b] for b in rows], prompt_lengths, device))
+        prompts = [prompt_B[b] for b in rows]
+        tiles.append(_tile(lengths, prompts, prompt_lengths, device))
         sizes.append(sum(lengths))
         for b, length in zip(rows, lengths, strict=True):
             first = prompt_lengths_B[b]
@@ -115,17 +121,25 @@ def pack(
     before = [last_U[:0]]
     for b, length in enumerate(lengths_B):
         if length:
+            u = prompt_B[b]
             start = start_of_completion.get(b, 0)
-            before += [last_U[prompt_B[b]][None], torch.arange(start, start + length - 1)]
+            before.append(last_U[u : u + 1])
+            before.append(torch.arange(start, start + length - 1))
 
-    source_N = torch.cat([torch.arange(first, end) + b * S for b, first, end in spans])
-    positions_N = torch.cat([torch.arange(first, end) for _, first, end in spans])
-    ids_N = sequence_ids_BS.flatten()[source_N.to(device)]
-    # Rows have few different lengths: kernels are made for each.
-    sizes.append(few_sizes(len(ids_N)) - len(ids_N))
+    positions = []
+    sources = []
+    for b, first, end in spans:
+        position_n = torch.arange(first, end)
+        positions.append(position_n)
+        sources.append(position_n + b * S)
+    position_N = torch.cat(positions).to(device)
+    source_N = torch.cat(sources).to(device)
+    id_N = sequence_ids_BS.flatten()[source_N]
+    padding = few_sizes(len(id_N)) - len(id_N)
+    sizes.append(padding)
     return PackedLayout(
-        ids_1N=F.pad(ids_N, (0, sizes[-1]))[None],
-        positions_1N=F.pad(positions_N.to(device), (0, sizes[-1]))[None],
+        ids_1N=F.pad(id_N, (0, padding))[None],
+        positions_1N=F.pad(position_N, (0, padding))[None],
         before_M=torch.cat(before).to(device),
         tiles=tiles,
         sizes=sizes,
@@ -133,20 +147,29 @@ def pack(
 
 
 def pack_prompts(prompts: Sequence[Sequence[int]], device: torch.device | str) -> PackedLayout:
-    """Pack prompts for the prefill: completions of one token each, so ``before_M`` is the last token of each prompt."""
-    ids_BS = pad_sequence([torch.tensor(prompt) for prompt in prompts], batch_first=True)
+    """Pack prompts for the prefill; ``before_M`` is the last token of each."""
+    U = len(prompts)
     lengths = [len(prompt) for prompt in prompts]
-    return pack(ids_BS.to(device), lengths, [1] * len(prompts), range(len(prompts)))
+    rows = [torch.tensor(prompt) for prompt in prompts]
+    ids_BS = pad_sequence(rows, batch_first=True).to(device)
+    # As if each had a completion of one token, which is left out.
+    return pack(ids_BS, lengths, [1] * U, range(U))
 
 
 def few_sizes(size: int) -> int:
-    """The size rounded up to one of 16 sizes per power of two, at most 1/16 larger: kernels are made for few shapes."""
+    """The size rounded up to one of 16 per power of two, at most 1/16 larger.
+
+    Kernels are made for each shape.
+    """
     step = 1 << max((size - 1).bit_length() - 5, 0)
     return -(-size // step) * step
 
 
 def _similar_lengths(lengths: Sequence[int]) -> list[list[int]]:
-    """Rows with tokens, longest first, in tiles of lengths of at least 3/4 of the longest, or of the longest - 16."""
+    """Rows with tokens, longest first, in tiles.
+
+    The shortest row of a tile has at least 3/4 of the tokens of the longest, or at most 16 fewer.
+    """
     tiles: list[list[int]] = []
     shortest = 0
     for b in sorted(range(len(lengths)), key=lambda b: -lengths[b]):
@@ -180,7 +203,10 @@ def _tile(
 
 
 class _GatherRows(torch.autograd.Function):
-    """Take the rows at distinct indices. The gradient is a copy, where PyTorch's would add up rows one by one."""
+    """Take the rows at distinct indices.
+
+    The gradient is a copy, where PyTorch's would add up rows one by one.
+    """
 
     @staticmethod
     def forward(ctx, x, index):

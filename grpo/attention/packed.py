@@ -1,11 +1,13 @@
-"""Attention over a packed row (:mod:`grpo.attention.layout`), and the switch that makes a transformers model use it.
+"""Attention over a packed row (:mod:`grpo.attention.layout`), and the switch that makes a model use it.
 
-Only attention mixes the tokens of a row; every other layer works on single tokens and needs no change. Attention over
-the packed row is one kernel call for the prompts, and one per tile of completions, over the keys of their prompts and
-own tokens. With one dense mask for the whole row, most work would be on pairs of tokens that do not see each other.
+Only attention mixes the tokens of a row; every other layer of a transformers model works on single
+tokens and needs no change. Attention over the packed row is one kernel call for the prompts, and
+one per tile of completions, over the keys of their prompts and own tokens. With one dense mask for
+the whole row, most work would be on pairs of tokens that do not see each other.
 
-Shapes: ``N`` tokens of the packed row, ``U`` prompts, ``P`` longest prompt, ``R`` completions of a tile, ``C`` longest
-of the tile, ``S = P + C`` keys of a tile, ``H`` query heads, ``K`` key heads, ``g = H/K``, ``D`` head size.
+Shapes: ``N`` tokens of the packed row, ``U`` prompts, ``P`` longest prompt, ``R`` completions of a
+tile, ``C`` longest of the tile, ``S = P + C`` keys of a tile, ``H`` query heads, ``K`` key heads,
+``g = H/K``, ``j = g * C``, ``D`` head size.
 """
 
 from __future__ import annotations
@@ -22,9 +24,9 @@ from grpo.attention.layout import PackedLayout, pack, pack_prompts
 from grpo.attention.precision import ieee_fp32
 
 ATTENTION = "sdpa_or_packed"
-"""Name of our attention function in transformers: SDPA, unless a pass brings a packed layout or a forked cache."""
+"""Our attention function in transformers: SDPA, unless a pass brings a layout or a cache."""
 ANY_MASK = (1, 1, 1, 1)
-"""Shape of the mask of a packed pass, which is ignored: with a four-dimensional mask transformers builds none."""
+"""Shape of the mask of a packed pass, which is ignored: transformers then builds none."""
 
 
 class CannotPack(ValueError):
@@ -43,16 +45,22 @@ def packed_attention(
     K = k_1KND.shape[1]
     g = H // K
     dtype = product_dtype(v_1KND)
-    prompts = packed.tiles[0]
-    with torch.autocast(v_1KND.device.type, enabled=False):
-        tokens = (x_1HND[0].to(dtype).transpose(0, 1) for x_1HND in (q_1HND, k_1KND, v_1KND))
-        q_s, k_s, v_s = (x_NHD.split(packed.sizes) for x_NHD in tokens)
 
+    def tokens_of_tiles(x_1HND: Tensor) -> tuple[Tensor, ...]:
+        x_NHD = x_1HND[0].to(dtype).transpose(0, 1)
+        return x_NHD.split(packed.sizes)
+
+    with torch.autocast(v_1KND.device.type, enabled=False):
+        q_s = tokens_of_tiles(q_1HND)
+        k_s = tokens_of_tiles(k_1KND)
+        v_s = tokens_of_tiles(v_1KND)
+        prompts = packed.tiles[0]
+        q_UPHD = prompts.pad(q_s[0])
         k_UPKD = prompts.pad(k_s[0])
         v_UPKD = prompts.pad(v_s[0])
         # The padding lies to the right of the tokens, where causal attention does not look.
         out_UHPD = F.scaled_dot_product_attention(
-            prompts.pad(q_s[0]).transpose(1, 2),
+            q_UPHD.transpose(1, 2),
             repeat_heads(k_UPKD.transpose(1, 2), H),
             repeat_heads(v_UPKD.transpose(1, 2), H),
             is_causal=True,
@@ -61,36 +69,53 @@ def packed_attention(
         outs = [prompts.unpad(out_UHPD.transpose(1, 2))]
 
         for number, tile in enumerate(packed.tiles[1:], 1):
-            k_RSKD = torch.cat([k_UPKD[tile.prompt_R], tile.pad(k_s[number])], dim=1)
-            v_RSKD = torch.cat([v_UPKD[tile.prompt_R], tile.pad(v_s[number])], dim=1)
-            # The g query heads of a key head become g times as many queries of it: keys and values are not repeated.
+            R = tile.rows
+            C = tile.width
             q_RHCD = tile.pad(q_s[number]).transpose(1, 2)
+            k_RCKD = tile.pad(k_s[number])
+            v_RCKD = tile.pad(v_s[number])
+            k_RSKD = torch.cat([k_UPKD[tile.prompt_R], k_RCKD], dim=1)
+            v_RSKD = torch.cat([v_UPKD[tile.prompt_R], v_RCKD], dim=1)
+            # The g query heads of a key head become g times as many queries of it, so that keys
+            # and values are not repeated.
             out_RKjD = F.scaled_dot_product_attention(
-                q_RHCD.reshape(tile.rows, K, g * tile.width, -1),
+                q_RHCD.reshape(R, K, g * C, -1),
                 k_RSKD.transpose(1, 2),
                 v_RSKD.transpose(1, 2),
                 attn_mask=_additive_mask(packed, number, g, dtype),
                 scale=scaling,
             )
-            out_RHCD = out_RKjD.reshape(tile.rows, H, tile.width, -1)
+            out_RHCD = out_RKjD.reshape(R, H, C, -1)
             outs.append(tile.unpad(out_RHCD.transpose(1, 2)))
-        outs.append(outs[0].new_zeros(packed.sizes[-1], *outs[0].shape[1:]))
-        return torch.cat(outs)[None]
+
+        padding = outs[0].new_zeros(packed.sizes[-1], *outs[0].shape[1:])
+        return torch.cat([*outs, padding])[None]
 
 
-def _additive_mask(packed: PackedLayout, number: int, g: int, dtype: torch.dtype) -> Tensor:
+def _additive_mask(
+    packed: PackedLayout,
+    number: int,
+    g: int,
+    dtype: torch.dtype,
+) -> Tensor:
     """``[R, 1, g * C, S]`` for a tile: 0 where a token may attend, else -inf.
 
-    Its rows have a multiple of 8 elements in memory: else CUDA's kernel would copy it in every layer.
+    In memory its rows have a multiple of 8 elements: else CUDA's kernel would copy it in every layer.
     """
     key = (number, g, dtype)
     if key not in packed.masks:
-        visible_RCS = packed.tiles[number].visible_RCS(packed.tiles[0].width)
+        tile = packed.tiles[number]
+        visible_RCS = tile.visible_RCS(packed.tiles[0].width)
         R, C, S = visible_RCS.shape
         width = -(-S // 8) * 8
-        bias_RgCS = torch.zeros(R, g, C, width, dtype=dtype, device=visible_RCS.device)
-        bias_RgCS[..., :S].masked_fill_(~visible_RCS[:, None], float("-inf"))
-        packed.masks[key] = bias_RgCS.view(R, 1, g * C, width)[..., :S]
+        mask_RgCS = torch.zeros(
+            (R, g, C, width),
+            dtype=dtype,
+            device=visible_RCS.device,
+        )
+        mask_RgCS[..., :S].masked_fill_(~visible_RCS[:, None], -torch.inf)
+        mask_R1jS = mask_RgCS.view(R, 1, g * C, width)
+        packed.masks[key] = mask_R1jS[..., :S]
     return packed.masks[key]
 
 
@@ -107,8 +132,8 @@ def _attention_forward(
 ):
     """The function that transformers calls in every attention layer.
 
-    With ``packed``: attention over a packed row; with ``forked`` too: the same over prompts, whose keys and values go
-    into the cache; with ``forked`` alone: more tokens per row; with neither: SDPA.
+    With ``packed``: attention over a packed row; with ``forked`` too: the same over prompts, whose
+    keys and values go into the cache; with ``forked`` alone: more tokens per row; with neither: SDPA.
     """
     if packed is None and forked is None:
         return _sdpa(module, query, key, value, attention_mask, **options)
@@ -123,23 +148,28 @@ def _attention_forward(
         return forked.attend(module.layer_idx, query, key, value, scaling), None
     if forked is not None:
         prompts = packed.tiles[0]
-        k_nKD = key[0].transpose(0, 1)[: packed.sizes[0]]
-        v_nKD = value[0].transpose(0, 1)[: packed.sizes[0]]
-        forked.store_prompts(module.layer_idx, prompts.pad(k_nKD), prompts.pad(v_nKD))
+        size = packed.sizes[0]
+        k_nKD = key[0].transpose(0, 1)[:size]
+        v_nKD = value[0].transpose(0, 1)[:size]
+        k_UPKD = prompts.pad(k_nKD)
+        v_UPKD = prompts.pad(v_nKD)
+        forked.store_prompts(module.layer_idx, k_UPKD, v_UPKD)
     return packed_attention(query, key, value, packed, scaling), None
 
 
 def _sdpa(module, query, key, value, attention_mask, **options):
     """transformers' SDPA function, with keys and values repeated for each query head where CUDA needs it.
 
-    Without a mask in fp32, transformers leaves that to PyTorch, whose math kernel then writes all scores to memory.
+    Without a mask in fp32, transformers leaves that to PyTorch, whose math kernel then writes all
+    scores to memory.
     """
     kind = key.device.type
+    H = query.shape[1]
     is_fp32 = query.dtype == torch.float32 and not torch.is_autocast_enabled(kind)
     is_left_to_pytorch = attention_mask is None and key.shape[-1] == value.shape[-1] <= 256
     if kind == "cuda" and is_fp32 and is_left_to_pytorch:
-        key = repeat_heads(key, query.shape[1])
-        value = repeat_heads(value, query.shape[1])
+        key = repeat_heads(key, H)
+        value = repeat_heads(value, H)
     return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
 
 
@@ -153,8 +183,15 @@ def packed_hidden(
     packed: PackedLayout,
     forked: ForkedCache | None = None,
 ) -> Tensor:
-    """Last hidden states ``[N, hidden]`` of a packed row, whose prompts' keys and values go into ``forked``, if any."""
-    return _forward(backbone, packed.ids_1N, packed.positions_1N, packed=packed, forked=forked)[0]
+    """Last hidden states ``[N, hidden]`` of a packed row; the prompts' keys and values go into ``forked``."""
+    hidden_1NH = _forward(
+        backbone,
+        packed.ids_1N,
+        packed.positions_1N,
+        packed=packed,
+        forked=forked,
+    )
+    return hidden_1NH[0]
 
 
 def extended_hidden(
@@ -164,7 +201,7 @@ def extended_hidden(
     new_R: Tensor,
     forked: ForkedCache,
 ) -> Tensor:
-    """Last hidden states ``[R, N, hidden]`` of several more tokens per row, padded on the left to N tokens.
+    """Last hidden states ``[R, N, hidden]`` of several more tokens per row, padded on the left.
 
     ``new_R``: the number of tokens of each row, whose keys and values go into ``forked``.
     """
@@ -178,9 +215,15 @@ def forked_hidden(
     positions_R: Tensor,
     forked: ForkedCache,
 ) -> Tensor:
-    """Last hidden states ``[R, hidden]`` of one more token per row; its keys and values go into ``forked``."""
+    """Last hidden states ``[R, hidden]`` of one more token per row, stored in ``forked``."""
     forked.begin_token()
-    return _forward(backbone, ids_R[:, None], positions_R[:, None], forked=forked)[:, 0]
+    hidden_R1H = _forward(
+        backbone,
+        ids_R[:, None],
+        positions_R[:, None],
+        forked=forked,
+    )
+    return hidden_R1H[:, 0]
 
 
 def _forward(backbone: nn.Module, ids: Tensor, positions: Tensor, **caches) -> Tensor:
@@ -196,9 +239,10 @@ def _forward(backbone: nn.Module, ids: Tensor, positions: Tensor, **caches) -> T
 
 
 def window_of(config: PreTrainedConfig) -> tuple[str, int] | None:
-    """The entry of a configuration that restricts attention to the nearest tokens, and its value; or None.
+    """The entry of a configuration that restricts attention to the nearest tokens, with its value.
 
-    Some models have their window in the mask alone, where a probe shorter than the window cannot see it.
+    None if there is none. Some models have their window in the mask alone, where a probe shorter
+    than the window cannot see it.
     """
     for name, value in vars(config).items():
         is_window = name.endswith(("window", "window_size")) or name == "attention_chunk_size"
@@ -215,10 +259,10 @@ def packing_enabled(model: nn.Module) -> bool:
 @torch.no_grad()
 @ieee_fp32()
 def enable_packing(model: nn.Module, backbone: nn.Module | None) -> str | None:
-    """Switch the model to packed and forked attention, if both give the hidden states of padded attention in a probe.
+    """Switch the model to packed and forked attention, if a probe gives the hidden states of padded rows.
 
-    ``backbone`` is the model without its head, or None if the head cannot be applied separately. Returns None, or the
-    reason why packing is impossible; the model is then unchanged.
+    ``backbone`` is the model without its head, or None if the head cannot be applied separately.
+    Returns None, or the reason why packing is impossible; the model is then unchanged.
     """
     before = model.config._attn_implementation
     if before != "sdpa":
@@ -226,7 +270,8 @@ def enable_packing(model: nn.Module, backbone: nn.Module | None) -> str | None:
     if backbone is None:
         return "its head does more than a product with the last hidden state"
     if window := window_of(model.config.get_text_config()):
-        return f"its attention has a window ({window[0]}={window[1]})"
+        name, size = window
+        return f"its attention has a window ({name}={size})"
 
     reason = "its layers mix the tokens of a row in other ways than attention"
     was_training = model.training
@@ -234,8 +279,10 @@ def enable_packing(model: nn.Module, backbone: nn.Module | None) -> str | None:
     try:
         if _computes_packed(model, backbone):
             reason = None
+    except CannotPack as error:
+        reason = str(error)
     except Exception as error:  # the model's code is not ours, and may not accept these arguments
-        reason = str(error) if isinstance(error, CannotPack) else f"{type(error).__name__} when packed"
+        reason = f"{type(error).__name__} when packed"
     finally:
         model.train(was_training)
     if reason is not None:
@@ -248,23 +295,33 @@ def _computes_packed(model: nn.Module, backbone: nn.Module) -> bool:
     device = next(model.parameters()).device
     vocabulary = len(model.get_input_embeddings().weight)
     generator = torch.Generator().manual_seed(0)
-    ids_BS = torch.randint(vocabulary, (4, 13), generator=generator).to(device)
-    prompts_U9 = ids_BS[::2, :9]
+    ids_BS = torch.randint(vocabulary, (4, 13), generator=generator)
+    prompts_U9 = ids_BS[::2, :9].clone()
     ids_BS[1::2, :9] = prompts_U9
-    group_B = torch.tensor([0, 0, 1, 1], device=device)
-    expected_BSH = backbone(input_ids=ids_BS, use_cache=False).last_hidden_state
-    limit = 5e-5 * float(expected_BSH.abs().max())
+    ids_BS = ids_BS.to(device)
+    groups = [0, 0, 1, 1]
+    padded = backbone(input_ids=ids_BS, use_cache=False)
+    expected_BSH = padded.last_hidden_state
 
     model.set_attn_implementation(ATTENTION)
-    packed = pack(ids_BS, [9] * 4, [4] * 4, group_B.tolist())
+    packed = pack(ids_BS, [9] * 4, [4] * 4, groups)
     found_MH = packed_hidden(backbone, packed)[packed.before_M]
+    found_B4H = found_MH.unflatten(0, (4, 4))
 
     # The second token of each completion, by a decode step.
     forked = ForkedCache([9, 9], capacity=1, device=device)
-    packed_hidden(backbone, pack_prompts(prompts_U9.tolist(), device), forked)
-    forked.fork(group_B)
-    next_BH = forked_hidden(backbone, ids_BS[:, 9], torch.full_like(group_B, 9), forked)
+    prompts = pack_prompts(prompts_U9.tolist(), device)
+    packed_hidden(backbone, prompts, forked)
+    forked.fork(torch.tensor(groups, device=device))
+    second_B = ids_BS[:, 9]
+    next_BH = forked_hidden(
+        backbone,
+        second_B,
+        torch.full_like(second_B, 9),
+        forked,
+    )
 
-    found_BSH = torch.cat([found_MH.unflatten(0, (4, 4)), next_BH[:, None]], dim=1)
-    difference = found_BSH - expected_BSH[:, [8, 9, 10, 11, 9]]
+    found = torch.cat([found_B4H, next_BH[:, None]], dim=1)
+    difference = found - expected_BSH[:, [8, 9, 10, 11, 9]]
+    limit = 5e-5 * expected_BSH.abs().max()
     return bool(difference.abs().max() <= limit)
