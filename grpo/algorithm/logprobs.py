@@ -115,9 +115,9 @@ class CompletionScorer(nn.Module):
     def _score_hidden(
         self, hidden_MH: Tensor, before_N: Tensor, labels_N: Tensor, allowed: AllowedTokens | None
     ) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropies from hidden states of ``M`` tokens, of which ``before_N`` predict the labels.
+        """:func:`score_hidden` of the tokens ``before_N``, which predict the labels, among ``M``.
 
-        In chunks of tokens where tokens x vocabulary is large. The number of tokens is rounded up to one of few sizes.
+        The number of tokens is rounded up to one of few sizes.
         """
         N = len(before_N)
         padding = (0, few_sizes(N) - N)
@@ -125,9 +125,14 @@ class CompletionScorer(nn.Module):
         labels_N = F.pad(labels_N, padding)
         if allowed is not None:
             allowed = AllowedTokens(allowed.ids_K, F.pad(allowed.counts, padding))
-        head = self.model.get_output_embeddings()
-        logprobs_N, entropies_N = score_hidden(head, hidden_NH, labels_N, allowed, self.temperature)
-        return logprobs_N[:N], entropies_N[:N]
+        scored = score_hidden(
+            self.model.get_output_embeddings(),
+            hidden_NH,
+            labels_N,
+            allowed,
+            self.temperature,
+        )
+        return tuple(x_N[:N] for x_N in scored)
 
 
 def score_hidden(
@@ -137,8 +142,18 @@ def score_hidden(
     allowed: AllowedTokens | None,
     temperature: float,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropies of the labels, in chunks of tokens where tokens x vocabulary is large."""
-    n = tokens_per_chunk(head)
+    """Log-probs and entropies of the labels, ``[N]`` each.
+
+    In chunks of tokens where tokens x vocabulary is large.
+    """
+    kind = hidden_NH.device.type
+    dtype = head.weight.dtype
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+    logits = LOGITS_PER_CHUNK_ON_CUDA if kind == "cuda" else LOGITS_PER_CHUNK
+    if dtype.itemsize == 2 and fast_paths.is_on(fast_paths.SCORES):
+        logits *= 2
+    n = -(-logits // len(head.weight))
     if len(hidden_NH) <= n:
         logits_NV = keep_only_(head(hidden_NH), allowed, temperature)
         return _ScoreLogits.apply(logits_NV, labels_N, temperature)
@@ -149,25 +164,9 @@ def score_hidden(
         labels_N,
         temperature,
         n,
-        _product_dtype(head),
+        dtype,
         allowed,
     )
-
-
-def tokens_per_chunk(head: nn.Linear) -> int:
-    """Most tokens whose logits are in memory at once."""
-    logits = LOGITS_PER_CHUNK
-    if head.weight.device.type == "cuda":
-        logits = LOGITS_PER_CHUNK_ON_CUDA
-        if fast_paths.is_on(fast_paths.SCORES) and _product_dtype(head).itemsize == 2:
-            logits *= 2
-    return -(-logits // head.weight.shape[0])
-
-
-def _product_dtype(head: nn.Linear) -> torch.dtype:
-    """The dtype of the head's logits, which autocast may choose."""
-    kind = head.weight.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else head.weight.dtype
 
 
 def keep_only_(logits_NV: Tensor, allowed: AllowedTokens | None, temperature: float) -> Tensor:
@@ -288,11 +287,12 @@ def _logits_gradient(logits_NV, labels_N, normalizers_N, grad_N, temperature: fl
 
 
 @fast_paths.compiled(fast_paths.SCORES)
-def _compiled_gradient(logits_NV, labels_N, normalizers_N, grad_N, temperature: float) -> Tensor:
+def _compiled_gradient(logits_NV, labels_N, normalizers_N, grad_N, temperature) -> Tensor:
     """:func:`_logits_gradient` in a form that compiles to one kernel: it reads and writes each logit once."""
-    probs_NV = (_divide_by_temperature(logits_NV, temperature) - normalizers_N[:, None]).exp()
+    logprobs_NV = _divide_by_temperature(logits_NV, temperature) - normalizers_N[:, None]
     is_label_NV = torch.arange(logits_NV.shape[1], device=logits_NV.device) == labels_N[:, None]
-    return ((is_label_NV.to(probs_NV.dtype) - probs_NV) * (grad_N / temperature)[:, None]).to(logits_NV.dtype)
+    grad_NV = (is_label_NV.float() - logprobs_NV.exp()) * (grad_N / temperature)[:, None]
+    return grad_NV.to(logits_NV.dtype)
 
 
 def _divide_by_temperature(logits_NV: Tensor, temperature: float) -> Tensor:

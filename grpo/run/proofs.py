@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from grpo.algorithm.logprobs import CompletionScorer, score_hidden, tokens_per_chunk
+from grpo.algorithm.logprobs import LOGITS_PER_CHUNK_ON_CUDA, CompletionScorer, score_hidden
 from grpo.attention import fast_paths
 from grpo.distributed import World
 from grpo.model import Policy
@@ -26,7 +26,7 @@ def prove_update(
     scorer: CompletionScorer,
     tokens_per_microbatch: int,
 ) -> list[str]:
-    """Switch on compiled log-probs if they are right on all ranks; else return a line that says why not.
+    """Switch on compiled log-probs if they are right on all ranks; else a line says why not.
 
     All ranks call it together.
     """
@@ -38,7 +38,8 @@ def prove_update(
         is_right = True
     except Exception as error:  # of a compiler that is not ours; or memory runs out
         is_right = False
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        message = str(error).strip() or type(error).__name__
+        reason = message.splitlines()[0]
     if world.all_true(is_right):
         fast_paths.switch_on(fast_paths.SCORES)
         return []
@@ -46,33 +47,57 @@ def prove_update(
 
 
 def _compare(policy: Policy, scorer: CompletionScorer, tokens_per_microbatch: int) -> None:
-    """Score random hidden states with a random head, compiled and not; ArithmeticError if the results differ.
+    """Score random hidden states with a random head; ArithmeticError if compiled results differ.
 
-    Vocabulary, precision and numbers of tokens are the run's: those of one chunk, and, where a
-    micro-batch has more, those of two.
+    Vocabulary, precision and numbers of tokens are the run's: those of a chunk, and, where a
+    micro-batch has more, those of several chunks.
     """
-    run_head = scorer.model.get_output_embeddings()
-    size = dict(in_features=WIDTH, out_features=run_head.weight.shape[0], bias=False)
-    head = nn.utils.skip_init(nn.Linear, **size, device=policy.device, dtype=run_head.weight.dtype)
+    weight = scorer.model.get_output_embeddings().weight
+    head = nn.utils.skip_init(
+        nn.Linear,
+        WIDTH,
+        weight.shape[0],
+        bias=False,
+        device=policy.device,
+        dtype=weight.dtype,
+    )
     generator = torch.Generator(policy.device).manual_seed(0)
     nn.init.normal_(head.weight, std=2 / WIDTH**0.5, generator=generator)
-    with policy.autocast(), fast_paths.only(fast_paths.SCORES):
-        chunk = tokens_per_chunk(head)
-
-    for most in (chunk, chunk + chunk // 2):
+    chunk = LOGITS_PER_CHUNK_ON_CUDA // head.out_features
+    for most in (chunk, 3 * chunk):
         tokens = max(min(most, tokens_per_microbatch), 2)
-        hidden_NH = torch.randn(tokens, WIDTH, generator=generator, device=policy.device)
-        labels_N = torch.randint(head.out_features, (tokens,), generator=generator, device=policy.device)
-
-        def results(*parts: str) -> list[Tensor]:
-            """Log-probs, entropies and gradients, with these parts."""
-            hidden_NH.requires_grad_().grad = head.weight.grad = None
+        hidden_NH = torch.randn(
+            (tokens, WIDTH),
+            generator=generator,
+            device=policy.device,
+        )
+        labels_N = torch.randint(
+            head.out_features,
+            (tokens,),
+            generator=generator,
+            device=policy.device,
+        )
+        found = []
+        for parts in ((), (fast_paths.SCORES,)):
             with policy.autocast(), fast_paths.only(*parts):
-                logprobs_N, entropies_N = score_hidden(head, hidden_NH, labels_N, None, scorer.temperature)
-                logprobs_N.square().sum().backward()
-            return [logprobs_N.detach(), entropies_N, hidden_NH.grad, head.weight.grad]
+                found.append(_results(head, hidden_NH, labels_N, scorer.temperature))
 
-        for plain, fast in zip(results(), results(fast_paths.SCORES), strict=True):
-            difference = (fast.double() - plain.double()).square().mean().sqrt() / plain.double().std()
+        for plain, fast in zip(*found, strict=True):
+            error = (fast - plain).square().mean().sqrt()
+            difference = float(error / plain.std())
             if not difference <= TOLERANCE[policy.precision]:
                 raise ArithmeticError(f"results differ by {difference:.2g} standard deviations")
+
+
+def _results(
+    head: nn.Linear,
+    hidden_NH: Tensor,
+    labels_N: Tensor,
+    temperature: float,
+) -> list[Tensor]:
+    """Log-probs, entropies, and the gradients of hidden states and head."""
+    hidden_NH = hidden_NH.clone().requires_grad_()
+    logprobs_N, entropies_N = score_hidden(head, hidden_NH, labels_N, None, temperature)
+    loss = logprobs_N.square().sum()
+    gradients = torch.autograd.grad(loss, [hidden_NH, head.weight])
+    return [x.double() for x in (logprobs_N.detach(), entropies_N, *gradients)]

@@ -1,4 +1,4 @@
-"""Parts compiled for the CPU: the numbers of the plain code, few compilations, plain code where they are wrong."""
+"""Parts compiled for the CPU: the plain code's numbers, few compilations, off where they are wrong."""
 
 from types import SimpleNamespace
 
@@ -171,7 +171,7 @@ def test_a_compilation_beyond_the_limit_is_said_once(compiled_once, capsys):
 
 @pytest.mark.slow
 def test_merged_attention_compiles_once(compiled_once):
-    """For rows that fill the grid and rows that do not, for one prompt, and for two rows and one."""
+    """For rows that fill the grid or do not, for one prompt, for two rows and for one."""
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape):
