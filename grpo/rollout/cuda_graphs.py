@@ -1,22 +1,24 @@
 """Decode steps as CUDA graphs: a step is captured, and then replayed by one launch for each token.
 
-Launching the hundreds of small kernels of a decode step takes longer than running them, and reading at every token
-which rows have ended makes the device wait for the host. A captured step reads and writes the tensors that it was
-captured with, so no shape changes between two reads: rows that have ended go on, and a step attends to a fixed number
-of own tokens, of which later ones are masked. Every ``SYNC_EVERY`` tokens the host reads what was drawn. When three
-quarters of the rows have ended, or the tokens reach that number, the next step is captured anew.
+Launching the hundreds of small kernels of a decode step takes longer than running them, and reading
+at every token which rows have ended makes the device wait for the host. A captured step reads and
+writes the tensors that it was captured with, so no shape changes between two reads: rows that have
+ended go on, and a step attends to a fixed number of own tokens, of which later ones are masked.
+Every ``SYNC_EVERY`` tokens the host reads what was drawn. When three quarters of the rows have
+ended, or the tokens reach that number, the next step is captured anew.
 
-Captured steps are compiled where :mod:`grpo.attention.fast_paths` may be used. Compiled code for one row is another
-than for several: graphs decode no single row.
+Captured steps are compiled where :mod:`grpo.attention.fast_paths` may be used. Compilers make
+another variant for a single row, so graphs decode several.
 
-Graphs belong to one wave of rows, whose KV cache and copies of weights they read; the memory pool of the last one
-outlives it. Tokens differ from those of :mod:`grpo.rollout.decode_loop` by rounding alone.
+Graphs belong to one wave of rows, whose KV cache and copies of weights they read; the memory pool
+of the last one outlives it. Tokens differ from those of :mod:`grpo.rollout.decode_loop` by rounding
+alone.
 
-An H100 has run this (``benchmarks/results/h100.md``). Tests capture and replay the steps on an emulated CUDA device
-(``tests/cuda/``), and run them on the CPU without graphs.
+An H100 has run this (``benchmarks/results/h100.md``). Tests capture and replay the steps on an
+emulated CUDA device (``tests/cuda/``), and run them on the CPU without graphs.
 
-Shapes: ``S`` rows that are decoded together, ``R`` rows at the start, ``T`` most tokens of a completion, ``C`` own
-tokens that a step attends to, ``V`` vocabulary.
+Shapes: ``S`` rows that are decoded together, ``R`` rows at the start, ``T`` most tokens of a
+completion, ``C`` own tokens that a step attends to, ``V`` vocabulary.
 """
 
 from __future__ import annotations

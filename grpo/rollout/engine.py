@@ -1,9 +1,11 @@
 """The built-in engine: samples with the policy's own model, in the training process.
 
-Each prompt is prefilled once and its KV cache forked for its G completions. The uniform numbers that draw a
-completion's tokens follow from its own seed, so that it depends neither on the other rows nor on the number of ranks.
+Each prompt is prefilled once and its KV cache forked for its G completions. The uniform numbers
+that draw a completion's tokens follow from its own seed, so that it depends neither on the other
+rows nor on the number of ranks.
 
-Shapes: ``R`` rows (completions) that are decoded together, ``T`` most tokens of a completion, ``V`` vocabulary.
+Shapes: ``R`` rows (completions) that are decoded together, ``T`` most tokens of a completion, ``V``
+vocabulary.
 """
 
 from __future__ import annotations
@@ -92,7 +94,10 @@ class BuiltinEngine:
         on_tokens: Callable[[int], None] | None = None,
         replies: Replies | None = None,
     ) -> list[Group]:
-        """See :meth:`grpo.rollout.interface.Engine.generate`. ValueError if the model computes NaN."""
+        """See :meth:`grpo.rollout.interface.Engine.generate`.
+
+        ValueError if the model computes NaN.
+        """
         rows = [(problem, g) for problem in problems for g in range(sampling.num_generations)]
         prompts = [problem.prompt_ids for problem, _ in rows]
 
@@ -129,8 +134,7 @@ class BuiltinEngine:
             # Attention over the skipped tokens, which are arbitrary memory, can give NaN: draw
             # from zeros.
             draw(logits_RV.zero_(), some_R, sampling)
-            if T > 1:
-                decoder.keep_rows(torch.arange(len(prompts), device=some_R.device))
+            decoder.keep_rows(torch.arange(len(prompts), device=some_R.device))
 
     def close(self) -> None:
         """Nothing is held outside this process."""
@@ -161,10 +165,10 @@ class BuiltinEngine:
             self._prefill = None
 
     def _replay(self, prompts: Prompts, *inputs) -> Decoded | None:
-        """:func:`decode` by CUDA graphs.
+        """:func:`decode` by CUDA graphs; None if the loop is to decode.
 
-        None if the loop is to decode: a single row, for which compiled steps would be compiled
-        again, or all rows if graphs fail. With compiled steps, they are tried without these first.
+        It decodes a single row, because compilers make another variant for the size 1, and all
+        rows if graphs fail. Graphs that fail with compiled steps are tried without them first.
         """
         while self.graphs is not None and len(prompts) > 1:
             try:

@@ -1,8 +1,8 @@
-"""One decode step written out for models with Llama's layers (Llama, Qwen2, Qwen3, Mistral, SmolLM).
+"""One decode step written out for Llama's layers (Llama, Qwen2, Qwen3, Mistral, SmolLM).
 
-It computes what the model's modules compute, with fewer operations, without module calls, without autocast's
-check at every operation, and from copied weights (:mod:`grpo.rollout.weights`). Models for which
-:func:`grpo.rollout.check.matches_model` is False decode through their own modules.
+It computes what the model's modules compute, with fewer operations, without module calls, without
+autocast's check at every operation, and from copied weights (:mod:`grpo.rollout.weights`). Models
+for which :func:`grpo.rollout.check.matches_model` is False decode through their own modules.
 
 Shapes: ``R`` rows, ``H`` query heads, ``K`` key heads, ``D`` head size; hidden states are
 ``[R, hidden size]``.
