@@ -115,7 +115,8 @@ def _decoded(
         list(map(tuple, prompts)),
         capacity=3,
     )
-    decoder.positions_R += decoder.positions_R.new_tensor([0, 0, far // 2, far])
+    if far:
+        decoder.positions_R += decoder.positions_R.new_tensor([0, 0, far // 2, far])
     logits = [[logits_V] for logits_V in logits_RV]
     rows = [0, 1, 2, 3]
     for step in range(3):
