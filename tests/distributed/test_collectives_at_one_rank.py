@@ -3,15 +3,20 @@
 import socket
 
 import pytest
+import torch
 import torch.distributed as dist
 from conftest import run_trainer, small_run
 from outputs import assert_same_weights, lines
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 import train_grpo
 from grpo.config import load_config
-from grpo.distributed import gradient_sync, start_world
+from grpo.distributed import gradient_sync, start_world, whole
+from grpo.model import decoder_layers
 from grpo.run import optimizer
+from grpo.run.memory import try_largest_step
+from grpo.run.models import any_forward
 from grpo.run.prepare import prepare
 
 
@@ -68,3 +73,53 @@ def test_the_run_is_that_of_a_rank_alone(tmp_path, random_model):
         run_trainer(*small_run(random_model, output), *options, env=env)
     assert lines(outputs[0]) == lines(outputs[1])
     assert_same_weights(*(output / "checkpoint-5" for output in outputs))
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_a_sharded_pass_that_failed_is_repeated_with_fewer_tokens(
+    direction, tmp_path, random_model, monkeypatch, capfd
+):
+    """Where PyTorch can begin another pass (from torch 2.12 on); else the run stops with the error of the first."""
+    for name, value in variables().items():
+        monkeypatch.setenv(name, value)
+    arguments = [*small_run(random_model, tmp_path / "run"), "runtime.parallel=fsdp", "rollout.prompts_per_step=2"]
+    config = load_config(arguments)
+    run = prepare(config, start_world(config.runtime))
+    last_layer = decoder_layers(run.policy.model)[-1]
+    sizes = []
+
+    def allocate_too_much(*_) -> None:
+        torch.empty(1 << 50, dtype=torch.uint8)
+
+    def fail_with_many_tokens(layer, inputs, output):
+        (hidden_1ND,) = inputs
+        num_tokens = hidden_1ND.shape[1]
+        sizes.append(num_tokens)
+        if num_tokens <= 60:
+            return
+        if direction == "forward":
+            allocate_too_much()
+        hidden_1ND.register_hook(allocate_too_much)
+
+    def gradients() -> list[torch.Tensor]:
+        any_forward(run.policy)(run.scorer).backward()
+        found = [whole(p.grad) for p in run.policy.model.parameters()]
+        run.optimizer.zero_grad()
+        return found
+
+    try:
+        before = gradients()
+        hook = last_layer.register_forward_hook(fail_with_many_tokens)
+        if not hasattr(FSDPModule, "reset_iter_state"):
+            with pytest.raises(ValueError, match=r"torch 2\.11.* cannot begin another: .*DefaultCPUAllocator"):
+                try_largest_step(run, run.eval_problems)
+            return
+        try_largest_step(run, run.eval_problems)
+        hook.remove()
+        after = gradients()
+    finally:
+        run.close()
+        run.world.shutdown()
+    assert max(sizes) > 60 >= min(sizes), sizes
+    assert "optim.tokens_per_microbatch=16384 is too much" in capfd.readouterr().out
+    assert all(torch.equal(one, two) for one, two in zip(before, after, strict=True))
