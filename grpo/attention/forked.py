@@ -74,8 +74,9 @@ class ForkedCache:
         R = len(prompt_R)
 
         def buffer(prompts_UKPD: Tensor) -> Tensor:
+            # Zeros: what is masked counts 0 times its value, and other memory may hold NaN.
             _, K, _, D = prompts_UKPD.shape
-            return prompts_UKPD.new_empty(R, K, self.capacity, D)
+            return prompts_UKPD.new_zeros(R, K, self.capacity, D)
 
         self.own = dict(self.prompts)
         _replace(self.own, buffer)
@@ -134,7 +135,6 @@ class ForkedCache:
             return torch.cat([_with_length(ours, P), _with_length(theirs[new], P)])
 
         def joined_own(ours: Tensor, theirs: Tensor) -> Tensor:
-            # Zeros: what is masked counts 0 times its value, and other memory may hold NaN.
             R = len(ours)
             joined = ours.new_zeros(len(self.prompt_R), *ours.shape[1:])
             joined[:R, :, shift:length] = ours[:, :, : self.length]
@@ -168,8 +168,7 @@ class ForkedCache:
             _, K, _, D = x_RKCD.shape
             return x_RKCD.gather(2, source_R1C1.expand(-1, K, -1, D))
 
-        # Before the first token nothing has been written to the buffers.
-        _replace(self.own, moved if self.length else torch.zeros_like)
+        _replace(self.own, moved)
         self.start_R = self.start_R + shift_R1[:, 0]
         self.length = end
 
@@ -362,7 +361,7 @@ def additive_mask(is_masked_RN: Tensor, dtype: torch.dtype) -> Tensor:
 
 def select_rows(buffer: Tensor, rows: Tensor, first: int, end: int) -> Tensor:
     """Rows of a buffer ``[R, K, capacity, D]``, their tokens ``first`` to ``end`` at the front."""
-    chosen = buffer.new_empty(len(rows), *buffer.shape[1:])
+    chosen = buffer.new_zeros(len(rows), *buffer.shape[1:])
     chosen[:, :, : end - first] = buffer[rows, :, first:end]
     return chosen
 
