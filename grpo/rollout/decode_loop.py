@@ -83,6 +83,7 @@ def decode(
     batch = _Batch([])
     away = _RowsAway()
     while True:
+        # Rows come back with their answers, and waiting rows start.
         half_are_away = len(away.rows) >= max(len(batch.live), 1)
         if half_are_away and (rows_can_join or not batch.live):
             batch.join(away.come_back(prefill, capacity))
@@ -98,9 +99,9 @@ def decode(
         if not batch.live:
             break
 
+        token_B = batch.draw(uniforms_RT, sampling)
         if on_tokens is not None:
             on_tokens(len(batch.live))
-        token_B = batch.draw(uniforms_RT, sampling)
         ended = batch.end_rows(stops, T)
         if replies is not None and ended:
             away.leave(batch, ended, replies, rows_can_join)
@@ -130,9 +131,9 @@ def decode(
     return decoded
 
 
-@dataclass
+@dataclass(eq=False)
 class _Row:
-    """A completion that is being decoded."""
+    """A completion that is being decoded, in as many turns as there are answers."""
 
     number: int
     prompt: tuple[int, ...]
