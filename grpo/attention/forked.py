@@ -150,9 +150,11 @@ class ForkedCache:
         """Advance to the next token of every row: once per decode step, before the first layer."""
         self.length += 1
         self.mask_R1NS = None
-        index_C = torch.arange(self.length, device=self.start_R.device)
-        self.own_bias = self._bias(index_C < self.start_R[:, None])
+        self.own_bias = None
         """Additive mask ``[R, 1, 1, C]`` of the indices before each row's first token."""
+        if self.starts_differ:
+            index_C = torch.arange(self.length, device=self.start_R.device)
+            self.own_bias = additive_mask(index_C < self.start_R[:, None], self.dtype)
 
     def begin_tokens(self, new_R: Tensor) -> None:
         """Advance by ``new_R[r]`` tokens of row r, which come together, padded on the left."""
@@ -170,6 +172,7 @@ class ForkedCache:
 
         _replace(self.own, moved)
         self.start_R = self.start_R + shift_R1[:, 0]
+        self.starts_differ = bool(self.start_R.any())
         self.length = end
 
         N = int(new_R.max())
@@ -257,14 +260,13 @@ class ForkedCache:
         k_UKPD, _ = next(iter(self.prompts.values()))
         index_P = torch.arange(k_UKPD.shape[2], device=device)
         self.is_prompt_UP = index_P < self.prompt_lengths_U[:, None]
-        self.prompt_bias = self._bias(~self.is_prompt_UP)
+        self.prompt_bias = None
         """Additive mask ``[U, 1, 1, P]`` of the prompts' padding."""
+        if not bool(self.is_prompt_UP.all()):
+            self.prompt_bias = additive_mask(~self.is_prompt_UP, self.dtype)
 
-    def _bias(self, is_masked_RN: Tensor) -> Tensor | None:
-        """An additive mask, or None if nothing is masked."""
-        if not bool(is_masked_RN.any()):
-            return None
-        return additive_mask(is_masked_RN, self.dtype)
+        # Read from the device here, where rows change, and not at every token.
+        self.starts_differ = bool(self.start_R.any())
 
     def _rows_to_prompts(self, x_RKgD: Tensor) -> Tensor:
         """``[R, K, g, D]`` to ``[U, K, J * g, D]``; zeros where a prompt has fewer than J rows."""
