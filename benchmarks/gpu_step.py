@@ -140,7 +140,8 @@ def packed(bench: Bench) -> tuple[Policy, CompletionScorer, list[str]]:
     """The model, its scorer, and what a run would say about the fast paths of its updates."""
     policy = bench.policy("bf16")
     scorer = CompletionScorer(policy.model)
-    assert scorer.pack_groups() is None
+    reason = scorer.pack_groups()
+    assert reason is None, reason
     world = World(0, 1, 0, bench.device)
     return policy, scorer, prove_update(world, policy, scorer, TOKENS_PER_MICROBATCH)
 

@@ -1,16 +1,15 @@
 """A CUDA device that is emulated on the CPU: tensors say ``cuda:0`` and compute on the CPU.
 
 The trainer runs on it as on a GPU. It refuses tensors of two devices in one operation, host syncs
-where they are forbidden, captures of what cannot be captured, and allocations beyond its memory. It
-notes attention by the math kernel and graphs that read freed memory. It says nothing about time,
-real kernels, NCCL or the caching allocator.
+where they are forbidden, captures of what cannot be captured, graphs that read freed memory, and
+allocations beyond its memory. It says nothing about time, real kernels, NCCL or the caching
+allocator.
 
-A **scenario** is a function in a file beside the tests, with arguments and a result that JSON can
-hold. It runs in a process of its own. ``gpu``, a fixture of ``tests/conftest.py``, returns its
-:class:`Report`::
+A **scenario** is a function in ``scenarios.py`` beside the tests, with arguments and a result that
+JSON can hold. It runs in a process of its own. ``gpu``, a fixture of ``tests/conftest.py``, returns
+the result and what was printed::
 
-    report = gpu.run("scenarios.captures")
-    assert report.problems == []
+    returned, output = gpu.run("trains", folder=str(tmp_path), settings=[])
 
 ``guard.cpp`` is what a CPU build of PyTorch lacks to accept CUDA tensors.
 :mod:`~emulated_cuda.tensors` has the tensors, :mod:`~emulated_cuda.graphs` streams and graphs;
@@ -25,23 +24,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
-
-
-@dataclass
-class Report:
-    """What a scenario returned and printed, and what the device noticed."""
-
-    returned: object
-    output: str
-    problems: list[str]
-    replays: int
 
 
 def why_impossible() -> str | None:
@@ -54,8 +42,8 @@ def why_impossible() -> str | None:
 def compiled_guard() -> Path:
     """The library of ``guard.cpp`` for this version of PyTorch; compiled at first use."""
     source = HERE / "guard.cpp"
-    library = HERE / "__pycache__" / f"guard-{torch.__version__}.so"
-    if not library.exists() or library.stat().st_mtime < source.stat().st_mtime:
+    library = HERE / "__pycache__" / f"guard-{torch.__version__}-{source.stat().st_mtime_ns}.so"
+    if not library.exists():
         library.parent.mkdir(exist_ok=True)
         folder = Path(torch.__file__).parent
         unfinished = library.with_suffix(f".{os.getpid()}")
@@ -89,16 +77,15 @@ class Emulator:
             text=True,
         )
 
-    def run(self, scenario: str, **arguments) -> Report:
-        """Run ``module.function`` with these arguments. AssertionError, with its output, if it raises or is killed."""
+    def run(self, scenario: str, **arguments) -> tuple[object, str]:
+        """Run a scenario with these arguments. AssertionError, with its output, if it raises or is killed."""
         with tempfile.TemporaryDirectory() as folder:
             request = json.dumps([scenario, arguments, folder])
             print(request, file=self._server.stdin, flush=True)
             ending = self._server.stdout.readline().strip()
             output = Path(folder, "output").read_text(errors="replace")
             assert ending == "0", f"{scenario} ended with {ending}\n{output[-6000:]}"
-            report = json.loads(Path(folder, "report").read_text())
-            return Report(output=output, **report)
+            return json.loads(Path(folder, "returned").read_text()), output
 
     def close(self) -> None:
         self._server.communicate()

@@ -11,29 +11,24 @@ from pathlib import Path
 from processes import PRELOAD, end_as_interpreter, open_streams
 
 from emulated_cuda.install import install
-from emulated_cuda.tensors import device
 
 
 def run(scenario: str, arguments: dict, folder: str) -> None:
-    """In the fork: run the scenario, for at most 300 s; write ``output`` and ``report`` into ``folder``."""
+    """In the fork: run the scenario, for at most 300 s; write ``output`` and ``returned`` into ``folder``."""
     signal.alarm(300)
     with Path(folder, "output").open("w+") as file:
         for number in (0, 1, 2):
             os.dup2(file.fileno(), number)
     open_streams()
-    module, _, function = scenario.rpartition(".")
-    report = {
-        "returned": getattr(importlib.import_module(module), function)(**arguments),
-        "problems": device.problems,
-        "replays": device.replays,
-    }
-    Path(folder, "report").write_text(json.dumps(report))
+    returned = getattr(scenarios, scenario)(**arguments)
+    Path(folder, "returned").write_text(json.dumps(returned))
 
 
 del os.environ["LD_PRELOAD"]  # the guard is for this process and its forks
 for name in PRELOAD:
     importlib.import_module(name)
 install()
+scenarios = importlib.import_module("scenarios")
 for line in sys.stdin:
     child = os.fork()
     if child == 0:

@@ -18,12 +18,9 @@ class Stream:
     def wait_stream(self, other: Stream) -> None:
         pass
 
-    def synchronize(self) -> None:
-        device.sync("Stream.synchronize")
-
 
 class Graph:
-    """``torch.cuda.CUDAGraph``: replays operations on the memory they were recorded with; notices if it was freed."""
+    """``torch.cuda.CUDAGraph``: replays operations on the memory they were recorded with; an error if it was freed."""
 
     def __init__(self):
         self.recorded = []
@@ -47,12 +44,11 @@ class Graph:
         self.made.update(map(address_of, outputs))
 
     def replay(self) -> None:
-        device.replays += 1
         for func, args, kwargs, outputs in self.recorded:
             for tensor in tensors_in((args, kwargs)):
                 address = address_of(tensor)
                 if address not in self.made and address not in device.memory:
-                    device.problems.append(f"a graph reads freed memory: {tensor.shape} in {func}")
+                    raise RuntimeError(f"a graph reads freed memory: {tensor.shape} in {func}")
             computed = tensors_in(compute(func, args, kwargs))
             for old, new in zip(outputs, computed[: len(outputs)], strict=True):
                 old.copy_(new)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from types import SimpleNamespace
 
 import torch
-import torch.nn.functional as F
 
 from emulated_cuda.graphs import Graph, Stream
-from emulated_cuda.tensors import MODE, CudaTensor, device
+from emulated_cuda.tensors import MODE, device
 
 
 def install() -> None:
@@ -47,21 +45,5 @@ def install() -> None:
     torch._C._host_emptyCache = lambda: None
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(values, device="cuda"): made on the host, then copied
     torch.__future__.set_swap_module_params_on_conversion(True)  # model.to("cuda") keeps weights tied
-    F.scaled_dot_product_attention = functools.partial(attention, F.scaled_dot_product_attention)
+    torch.backends.cuda.enable_flash_sdp(False)  # SDPA by its formula
     MODE.__enter__()
-
-
-def attention(sdpa, q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
-    """SDPA by the formula. A problem where CUDA, without cuDNN's kernel, would not take a fused kernel but this."""
-    if not isinstance(q, CudaTensor):
-        return sdpa(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-    if torch.is_autocast_enabled("cuda"):
-        dtype = torch.get_autocast_dtype("cuda")
-        q, k, v = (x.to(dtype) if x.dtype == torch.float32 else x for x in (q, k, v))
-    width = q.shape[-1]
-    takes_flash = q.dtype.itemsize == 2 and attn_mask is None and width <= 256
-    takes_efficient = q.dtype != torch.float64 and q.shape[1] == k.shape[1] and width % 8 == 0
-    if not takes_flash and not takes_efficient and q.dtype != torch.float64:
-        device.problems.append(f"attention by the math kernel: {q.dtype} q{q.shape} k{k.shape}")
-    math = torch.ops.aten._scaled_dot_product_attention_math
-    return math(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)[0]

@@ -11,21 +11,18 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 aten = torch.ops.aten
 CUDA = torch.device("cuda", 0)
-SYNCS = {"_local_scalar_dense", "_unique2", "bincount", "equal", "is_nonzero", "masked_select", "nonzero"}
+SYNCS = {"_local_scalar_dense", "_unique2", "equal", "is_nonzero", "masked_select", "nonzero"}
 """Operations whose CUDA kernels make the host wait, because the host needs a value or the size of the output."""
 COPIES = {"_to_copy", "copy_"}
 INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_"}
 
 
 class Device:
-    """The state of the emulated device, and what it has noticed."""
+    """The state of the emulated device."""
 
     def __init__(self):
-        self.problems: list[str] = []
-        """What a GPU would refuse, compute wrongly, or compute by a slow fallback."""
         self.capture = None
         """The graph that is being captured (:class:`emulated_cuda.graphs.Graph`), or None."""
-        self.replays = 0
         self.sync_debug_mode = "default"
         self.memory_limit = 80 * 2**30
         """In bytes; an allocation beyond it raises ``torch.OutOfMemoryError``."""
@@ -93,18 +90,8 @@ class CudaTensor(torch.Tensor):
         with MODE:  # another thread than the one that entered the mode
             return func(*args, **(kwargs or {}))
 
-    def __deepcopy__(self, memo: dict) -> torch.Tensor:
-        if id(self) not in memo:
-            copied = self.detach().clone()
-            is_parameter = isinstance(self, torch.nn.Parameter)
-            memo[id(self)] = torch.nn.Parameter(copied, self.requires_grad) if is_parameter else copied
-        return memo[id(self)]
-
     def tolist(self):
         return self.cpu().tolist()
-
-    def data_ptr(self) -> int:
-        return self.elem.data_ptr()
 
     def untyped_storage(self) -> torch.UntypedStorage:
         return self.elem.untyped_storage()
@@ -127,7 +114,7 @@ def compute(func, args: tuple, kwargs: dict):
     if func in (aten.mm.dtype, aten.bmm.dtype):
         a, b, dtype = args
         return a.to(dtype) @ b.to(dtype)
-    if func in (aten._softmax.default, aten._log_softmax.default):
+    if func is aten._softmax.default or func is aten._log_softmax.default:
         x, dim, half_to_float = args
         return func(x.float() if half_to_float else x, dim, False)
     return func(*args, **kwargs)
@@ -145,8 +132,10 @@ class Mode(TorchDispatchMode):
         to_cuda = has_cuda if target is None else torch.device(target).type == "cuda"
         if not (has_cuda or to_cuda):
             return func(*args, **kwargs)
-        if has_cuda:
-            _refuse_two_devices(func, name, args, tensors)
+        if has_cuda and name not in COPIES and not (name in INDEXING and is_cuda(args[0])):
+            for x in tensors:
+                if not is_cuda(x) and x.dim() > 0:  # without dimensions it is a number
+                    raise RuntimeError(f"{func}: expected all tensors to be on the same device")
         _notice_syncs(name, args, kwargs, to_cuda)
         if target is not None:
             kwargs["device"] = "cpu"
@@ -166,15 +155,6 @@ class Mode(TorchDispatchMode):
 
 
 MODE = Mode()
-
-
-def _refuse_two_devices(func, name: str, args: tuple, tensors: list[torch.Tensor]) -> None:
-    """Copies may have them. The host may index what lies on the device. CPU tensors without dimensions are numbers."""
-    if name in COPIES or (name in INDEXING and is_cuda(args[0])):
-        return
-    for x in tensors:
-        if not is_cuda(x) and x.dim() > 0:
-            raise RuntimeError(f"Expected all tensors to be on the same device, but found cuda:0 and cpu! ({func})")
 
 
 def _notice_syncs(name: str, args: tuple, kwargs: dict, to_cuda: bool) -> None:
