@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 from conftest import ROOT, save_random_model, small_run
-from emulated_cuda.tensors import device
+from emulated_cuda.tensors import CUDA, device
 
 import train_grpo
 from grpo.attention import fast_paths, packed
@@ -18,8 +18,6 @@ from grpo.run import memory
 
 sys.path.insert(0, f"{ROOT}/benchmarks")
 import gpu
-
-CUDA = torch.device("cuda", 0)
 
 
 def trains(folder, settings):

@@ -8,9 +8,8 @@ pytestmark = pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
-        ["runtime.precision=bf16", "algorithm.num_minibatches=2", "model.gradient_checkpointing=true"],
-        ["lora.rank=4", "rollout.stop=['1', '2']", "algorithm.beta=0.1"],
-        ["rollout.top_p=0.8", "rollout.keep_sampling_mask=true", "algorithm.num_iterations=2"],
+        ["runtime.precision=bf16", "algorithm.num_minibatches=2", "algorithm.beta=0.1"],
+        ["lora.rank=4", "model.gradient_checkpointing=true", "rollout.top_p=0.8", "rollout.keep_sampling_mask=true"],
     ],
 )
 def test_two_steps(gpu, tmp_path, settings):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import threading
 
-import torch
-
 from emulated_cuda.tensors import CUDA, address_of, compute, device, tensors_in
 
 
@@ -24,7 +22,7 @@ class Graph:
 
     def __init__(self):
         self.recorded = []
-        self.made: set[int] = set()
+        self.made = set()
         self.is_invalid = False
 
     def capture_begin(self, *_, **__) -> None:
@@ -38,7 +36,7 @@ class Graph:
         if self.is_invalid:
             raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
 
-    def record(self, func, args: tuple, kwargs: dict, outputs: list[torch.Tensor]) -> None:
+    def record(self, func, args, kwargs, outputs) -> None:
         """``outputs``: new tensors; none, where the operation writes into an argument."""
         self.recorded.append((func, args, kwargs, outputs))
         self.made.update(map(address_of, outputs))

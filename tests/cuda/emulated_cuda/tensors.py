@@ -28,7 +28,7 @@ class Device:
         """In bytes; an allocation beyond it raises ``torch.OutOfMemoryError``."""
         self.allocated = 0
         self.peak = 0
-        self.memory: WeakValueDictionary[int, Memory] = WeakValueDictionary()
+        self.memory = WeakValueDictionary()
         """By address, as long as a tensor needs it. What a graph alone needs is not in it."""
 
     def limit_memory(self, fraction: float) -> None:
@@ -93,7 +93,7 @@ class CudaTensor(torch.Tensor):
     def tolist(self):
         return self.cpu().tolist()
 
-    def untyped_storage(self) -> torch.UntypedStorage:
+    def untyped_storage(self):
         return self.elem.untyped_storage()
 
 
