@@ -32,8 +32,6 @@ def install() -> None:
         ),
         get_rng_state=lambda *_: torch.zeros(16, dtype=torch.uint8),
         set_rng_state=lambda *_, **__: None,
-        get_sync_debug_mode=lambda: device.sync_debug_mode,
-        set_sync_debug_mode=lambda mode: setattr(device, "sync_debug_mode", mode),
         synchronize=lambda *_: device.sync("synchronize"),
         empty_cache=lambda: None,
         max_memory_allocated=lambda *_: device.peak,

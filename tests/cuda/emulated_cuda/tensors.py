@@ -23,7 +23,6 @@ class Device:
     def __init__(self):
         self.capture = None
         """The graph that is being captured (:class:`emulated_cuda.graphs.Graph`), or None."""
-        self.sync_debug_mode = "default"
         self.memory_limit = 80 * 2**30
         """In bytes; an allocation beyond it raises ``torch.OutOfMemoryError``."""
         self.allocated = 0
@@ -39,8 +38,6 @@ class Device:
         if self.is_capturing():
             self.capture.is_invalid = True
             raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing ({what})")
-        if self.sync_debug_mode in ("error", 2):
-            raise RuntimeError(f"called a synchronizing CUDA operation ({what})")
 
     def is_capturing(self) -> bool:
         return self.capture is not None and self.capture.thread == threading.get_ident()
