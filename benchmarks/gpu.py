@@ -112,9 +112,7 @@ def run_apart(names: list[str], bench: Bench, end: float) -> Iterator[dict]:
 def write(rows: list[dict], path: Path) -> None:
     lines = [f"torch {torch.__version__}, transformers {transformers.__version__}", ""]
     for row in rows:
-        words = []
-        for key, value in row.items():
-            words.append(f"{key} {value}")
+        words = [f"{key} {value}" for key, value in row.items()]
         lines.append("- " + ", ".join(words).replace("\n", " "))
     path.with_suffix(".json").write_text(json.dumps(rows, indent=1))
     path.with_suffix(".md").write_text("\n".join(lines))

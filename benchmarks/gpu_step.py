@@ -35,7 +35,7 @@ from grpo.algorithm.loss import policy_loss
 from grpo.attention import fast_paths
 from grpo.distributed import World
 from grpo.model import Policy, load_policy, load_tokenizer
-from grpo.rollout import BuiltinEngine, SamplingParams, cuda_graphs, decode_loop
+from grpo.rollout import BuiltinEngine, SamplingParams, decode_loop, draw
 from grpo.run.proofs import prove_update
 
 GROUP = 8
@@ -228,8 +228,8 @@ def step(bench: Bench, graphs: bool, proves: bool) -> dict:
     if not proves:
         fast_paths.may_use = lambda device: False
     # Completions have given lengths, the same for each variant.
-    decode_loop.draw = forced_draw
-    cuda_graphs.draw = forced_draw
+    decode_loop.draw_and_record = forced_draw
+    draw.draw_and_record = forced_draw
     P, prompt, T = (2, 16, 32) if bench.shape == "small" else (8, 256, 512)
     problems = bench.problems(*[prompt] * P)
     policy, scorer, said = packed(bench)

@@ -30,7 +30,7 @@ from grpo.algorithm.batch import Problem
 from grpo.algorithm.logprobs import CompletionScorer
 from grpo.model import Policy
 from grpo.rollout import BuiltinEngine, SamplingParams
-from grpo.rollout.draw import draw
+from grpo.rollout.draw import draw_and_record
 
 SHAPES = {
     "qwen2.5-0.5b": dict(hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14),
@@ -93,15 +93,26 @@ class ForcedLengths(BuiltinEngine):
         uniforms_RT[torch.arange(len(rows)), torch.tensor(lengths) - 1] += 2
         return uniforms_RT
 
+    def generate(self, problems, *args, **options):
+        groups = super().generate(problems, *args, **options)
+        for problem, group in zip(problems, groups, strict=True):
+            lengths = [len(row.ids) for row in group.completions]
+            assert lengths == self.lengths_UG[problem.index].tolist(), "a completion has another length"
+        return groups
+
 
 def forced_draw(logits_RV, u_R, sampling):
-    return draw(ends_at(logits_RV, u_R >= 2), torch.where(u_R >= 2, u_R - 2, u_R), sampling)
+    """Draw a token that ends the completion where the uniform number is 2 or more, and only there."""
+    is_last_R = u_R >= 2
+    return draw_and_record(ends_at(logits_RV, is_last_R), u_R - 2 * is_last_R, sampling)
 
 
 def ours(engine, prompts_UL, lengths_UG, T) -> int:
     problems = [Problem(u, "", tuple(row)) for u, row in enumerate(prompts_UL.tolist())]
     engine.lengths_UG = lengths_UG.cpu()
-    with patch("grpo.rollout.decode_loop.draw", forced_draw), patch("grpo.rollout.cuda_graphs.draw", forced_draw):
+    in_loop = patch("grpo.rollout.decode_loop.draw_and_record", forced_draw)
+    in_graphs = patch("grpo.rollout.draw.draw_and_record", forced_draw)
+    with in_loop, in_graphs:
         groups = engine.generate(problems, SamplingParams(lengths_UG.shape[1], T), seed_key=(0, "benchmark", 0))
     return sum(len(c.ids) for group in groups for c in group.completions)
 
