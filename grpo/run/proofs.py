@@ -79,8 +79,8 @@ def _compare(policy: Policy, scorer: CompletionScorer, tokens_per_microbatch: in
         )
         found = []
         for parts in ((), (fast_paths.SCORES,)):
-            with policy.autocast(), fast_paths.only(*parts):
-                found.append(_results(head, hidden_NH, labels_N, scorer.temperature))
+            with fast_paths.only(*parts):
+                found.append(_results(policy, head, hidden_NH, labels_N, scorer.temperature))
 
         for plain, fast in zip(*found, strict=True):
             error = (fast - plain).square().mean().sqrt()
@@ -90,6 +90,7 @@ def _compare(policy: Policy, scorer: CompletionScorer, tokens_per_microbatch: in
 
 
 def _results(
+    policy: Policy,
     head: nn.Linear,
     hidden_NH: Tensor,
     labels_N: Tensor,
@@ -97,7 +98,9 @@ def _results(
 ) -> list[Tensor]:
     """Log-probs, entropies, and the gradients of hidden states and head."""
     hidden_NH = hidden_NH.clone().requires_grad_()
-    logprobs_N, entropies_N = score_hidden(head, hidden_NH, labels_N, None, temperature)
+    with policy.autocast():
+        logprobs_N, entropies_N = score_hidden(head, hidden_NH, labels_N, None, temperature)
+    # Outside of autocast, as in a run: inside, the gradient would be compiled apart on CUDA.
     loss = logprobs_N.square().sum()
     gradients = torch.autograd.grad(loss, [hidden_NH, head.weight])
     return [x.double() for x in (logprobs_N.detach(), entropies_N, *gradients)]
