@@ -56,8 +56,8 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
 def save_tensors(tensors: dict[str, torch.Tensor], folder: Path, *, is_alone: bool) -> None:
     """Write the tensors into ``folder``: this process alone, or all ranks together, which then fail together."""
     with _plain_errors():
-        # Without copying ahead the writer makes no CUDA calls for tensors on the host: a thread may save while decode
-        # steps are captured, and `torch.cuda.set_sync_debug_mode("error")` holds for all threads.
+        # A thread may save while decode steps are captured, which forbids host syncs. Without copying ahead the
+        # writer makes no CUDA calls for tensors on the host.
         writer = dcp.FileSystemWriter(folder, per_thread_copy_ahead=0)
         dcp.save(tensors, storage_writer=writer, no_dist=is_alone)
 
