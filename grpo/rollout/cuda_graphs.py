@@ -33,7 +33,7 @@ from torch import Tensor
 from grpo.attention import ForkedCache, fast_paths, forked_hidden
 from grpo.attention.forked import additive_mask
 from grpo.model import Policy
-from grpo.rollout.decode_loop import Decoded, Prefill, Prompts
+from grpo.rollout.decode_loop import Prefill, Prompts, Row
 from grpo.rollout.draw import SamplingParams, draw
 from grpo.rollout.prefill import ForkedCacheDecoder
 from grpo.rollout.stops import Stops
@@ -76,7 +76,7 @@ class CUDAGraphRunner:
         uniforms_RT: Tensor | None,
         sampling: SamplingParams,
         on_tokens: Callable[[int], None] | None,
-    ) -> Decoded:
+    ) -> list[Row]:
         """Decode every row to its end; see :func:`grpo.rollout.decode_loop.decode`.
 
         RuntimeError if a replayed step computes other logits than the decode loop's, or as a
@@ -84,38 +84,32 @@ class CUDAGraphRunner:
         """
         stops = Stops(self.policy, sampling.stop)
         decoder, logits_RV = prefill(prompts, sampling.max_completion_length)
-        batch = _Batch(decoder, uniforms_RT, sampling, self.fast_parts)
+        rows = [Row(number, prompt) for number, prompt in enumerate(prompts)]
+        batch = _Batch(rows, decoder, uniforms_RT, sampling, self.fast_parts)
         batch.needs_check = sampling.is_greedy not in self.verified
         batch.draw(logits_RV)
-        decoded = batch.decoded
         start = 0  # tokens of each row that the host has read
         while True:
             end = decoder.cache.length + 1  # the last token drawn is not in the cache yet
             batch.read(start, end, stops.ids)
-            live = []
-            for slot, row in enumerate(batch.rows):
-                if not decoded.finished[row]:
-                    live.append(slot)
+            live = [slot for slot, row in enumerate(batch.rows) if not row.finished]
             goes_on = live and end < sampling.max_completion_length
             if goes_on:
                 self._queue_steps(batch, live)
 
             # The device computes the next tokens while the host looks for stop strings in these.
             num_new = 0
-            for row, length in enumerate(decoded.lengths):
-                if stops.strings and length > start:
+            for row in rows:
+                if stops.strings and len(row.tokens) > start:
                     first = max(start + 1 - stops.span, 0)
-                    tokens = decoded.tokens_RT[row, first : min(end, length)]
-                    stop = stops.first_end(tokens.tolist(), start - first)
-                    if stop:
-                        length = first + stop
-                        decoded.lengths[row] = length
-                        decoded.finished[row] = True
-                num_new += max(min(end, length) - start, 0)
+                    length = stops.first_end(row.tokens[first:], start - first)
+                    if length is not None:
+                        row.cut(first + length)
+                num_new += max(len(row.tokens) - start, 0)
             if on_tokens is not None:
                 on_tokens(num_new)
             if not goes_on:
-                return decoded
+                return rows
             start = end
 
     def _queue_steps(self, batch: _Batch, live: list[int]) -> None:
@@ -206,12 +200,13 @@ class _Batch:
 
     def __init__(
         self,
+        rows: list[Row],
         decoder: ForkedCacheDecoder,
         uniforms_RT: Tensor | None,
         sampling: SamplingParams,
         fast_parts: list[str],
     ):
-        S = len(decoder.positions_R)
+        S = len(rows)
         T = sampling.max_completion_length
         self.decoder = decoder
         self.uniforms_ST = uniforms_RT
@@ -219,10 +214,8 @@ class _Batch:
         self.fast_parts = fast_parts
         self.needs_check = False
         """True if one step of each block is checked."""
-        self.decoded = Decoded.empty(S, T)
-        """The tokens that the host has read."""
-        self.rows = list(range(S))
-        """The number of each row in the rollout."""
+        self.rows = rows
+        """With the tokens that the host has read."""
         self.last_1 = decoder.positions_R.new_tensor([-1])
         """Index of the token drawn last, as the device counts. Its keys are not computed yet."""
         self.tokens_ST = decoder.positions_R.new_zeros(S, T)
@@ -265,21 +258,18 @@ class _Batch:
         return self.uniforms_ST.index_select(1, self.last_1).squeeze(1)
 
     def read(self, start: int, end: int, end_ids: list[int]) -> None:
-        """Copy the tokens of these numbers to the host, which waits for them.
+        """Copy tokens ``start`` to ``end`` to the rows that go on. The host waits for them.
 
         Rows that drew one of ``end_ids`` have ended.
         """
-        decoded = self.decoded
-        new = slice(start, end)
-        tokens_SN = self.tokens_ST[:, new].cpu()
-        decoded.tokens_RT[self.rows, new] = tokens_SN
-        decoded.logprobs_RT[self.rows, new] = self.logprobs_ST[:, new].cpu()
-        is_end_SN = torch.isin(tokens_SN, torch.tensor(end_ids))
-        for slot, token in is_end_SN.nonzero().tolist():
-            row = self.rows[slot]
-            if not decoded.finished[row]:
-                decoded.lengths[row] = start + token + 1
-                decoded.finished[row] = True
+        tokens = self.tokens_ST[:, start:end].tolist()
+        logprobs = self.logprobs_ST[:, start:end].tolist()
+        for slot, row in enumerate(self.rows):
+            for token, logprob in zip(tokens[slot], logprobs[slot], strict=True):
+                if row.finished:
+                    break
+                row.append(token, logprob)
+                row.finished = token in end_ids
 
     def keep(self, slots: list[int]) -> None:
         """Drop all rows but these."""

@@ -13,12 +13,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from grpo.algorithm.batch import AllowedTokens
+from grpo.algorithm.batch import AllowedTokens, Completion
 from grpo.attention import packing_enabled
 from grpo.model import Policy
 from grpo.rollout.draw import SamplingParams, draw_and_record
@@ -33,26 +32,71 @@ Prefill = Callable[[Prompts, int], tuple[Decoder, Tensor]]
 """From prompts and capacity, a decoder and the logits of each row's first token (:mod:`grpo.rollout.prefill`)."""
 
 
-class Decoded(NamedTuple):
-    """On the CPU: tokens and log-probs ``[R, T]``, each row's length, and whether it ended before it was cut."""
+@dataclass(eq=False)
+class Row:
+    """A completion that is being decoded, in as many turns as there are answers."""
 
-    tokens_RT: Tensor
-    logprobs_RT: Tensor
-    lengths: list[int]
-    finished: list[bool]
-    is_answer_RT: Tensor
-    """True at the tokens that a tool or environment answered, whose log-prob is 0."""
-    allowed: list[AllowedTokens] | None = None
-    """Of each row, with ``sampling.records_allowed``."""
+    number: int
+    prompt: tuple[int, ...]
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    is_drawn: list[bool] = field(default_factory=list)
+    """False at the tokens of an answer, whose log-prob is 0."""
+    allowed: list[Tensor] = field(default_factory=list)
+    """Ids of the tokens from which each token was drawn, with ``sampling.records_allowed``."""
+    turn_start: int = 0
+    """Index of the first token of the turn."""
+    finished: bool = False
+    answer: Future[Sequence[int] | None] | None = None
+    """The answer to the last turn."""
 
-    @classmethod
-    def empty(cls, R: int, T: int) -> Decoded:
-        return cls(
-            tokens_RT=torch.zeros(R, T, dtype=torch.long),
-            logprobs_RT=torch.zeros(R, T),
-            lengths=[T] * R,
-            finished=[False] * R,
-            is_answer_RT=torch.zeros(R, T, dtype=torch.bool),
+    def append(self, token: int, logprob: float) -> None:
+        """Append a drawn token."""
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        self.is_drawn.append(True)
+
+    def append_answer(self, answer: Sequence[int]) -> None:
+        """Append the tokens of an answer, after which the next turn starts."""
+        self.tokens += answer
+        self.logprobs += [0.0] * len(answer)
+        self.is_drawn += [False] * len(answer)
+        nothing = torch.empty(0, dtype=torch.int32)
+        self.allowed += [nothing] * len(answer)
+        self.turn_start = len(self.tokens)
+        self.finished = False
+
+    def cut(self, length: int) -> None:
+        """End the completion with the token before index ``length``."""
+        del self.tokens[length:]
+        del self.logprobs[length:]
+        del self.is_drawn[length:]
+        self.finished = True
+
+    def ends(self, stops: Stops) -> bool:
+        """True if the turn ends with the row's last token."""
+        if self.tokens[-1] in stops.ids:
+            return True
+        if not stops.strings:
+            return False
+        start_of_span = len(self.tokens) - stops.span
+        first = max(start_of_span, self.turn_start)
+        return stops.has_stop(self.tokens[first:])
+
+    def completion(self, sampling: SamplingParams) -> Completion:
+        """The completion, without its text."""
+        allowed = None
+        if sampling.records_allowed:
+            counts = [len(ids_k) for ids_k in self.allowed]
+            counts_T = torch.tensor(counts, dtype=torch.int32)
+            allowed = AllowedTokens(torch.cat(self.allowed), counts_T)
+        return Completion(
+            tuple(self.tokens),
+            text="",
+            finished=self.finished,
+            sampling_logprobs=() if sampling.is_greedy else tuple(self.logprobs),
+            allowed=allowed,
+            loss_mask=() if all(self.is_drawn) else tuple(self.is_drawn),
         )
 
 
@@ -64,7 +108,7 @@ def decode(
     sampling: SamplingParams,
     on_tokens: Callable[[int], None] | None = None,
     replies: Replies | None = None,
-) -> Decoded:
+) -> list[Row]:
     """Decode every row to its end, as many at once as ``tokens_in_flight`` allows.
 
     Waiting rows start as soon as ended rows have freed memory for a whole group; in the cache of models that cannot be
@@ -78,7 +122,7 @@ def decode(
     if rows_can_join and num_admissible(prompts, [], sampling, T) < len(prompts):
         capacity += T // MARGIN_SHARE + 1
 
-    rows = [_Row(number, prompt) for number, prompt in enumerate(prompts)]
+    rows = [Row(number, prompt) for number, prompt in enumerate(prompts)]
     num_started = 0
     batch = _Batch([])
     away = _RowsAway()
@@ -117,60 +161,7 @@ def decode(
             token_B = token_B[places]
         batch.logits_BV = batch.decoder.step(token_B)
 
-    decoded = Decoded.empty(len(rows), T)
-    for r, row in enumerate(rows):
-        length = len(row.tokens)
-        decoded.tokens_RT[r, :length] = torch.tensor(row.tokens)
-        decoded.logprobs_RT[r, :length] = torch.tensor(row.logprobs)
-        decoded.is_answer_RT[r, :length] = torch.tensor(row.is_answer)
-        decoded.lengths[r] = length
-        decoded.finished[r] = row.finished
-    if sampling.records_allowed:
-        allowed = [row.allowed_tokens() for row in rows]
-        return decoded._replace(allowed=allowed)
-    return decoded
-
-
-@dataclass(eq=False)
-class _Row:
-    """A completion that is being decoded, in as many turns as there are answers."""
-
-    number: int
-    prompt: tuple[int, ...]
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    is_answer: list[bool] = field(default_factory=list)
-    allowed: list[Tensor] = field(default_factory=list)
-    """Ids of the tokens from which each token was drawn, with ``sampling.records_allowed``."""
-    turn_start: int = 0
-    """Index of the first token of the turn."""
-    finished: bool = False
-    answer: Future[Sequence[int] | None] | None = None
-    """The answer to the last turn."""
-
-    def append_answer(self, answer: Sequence[int]) -> None:
-        self.tokens += answer
-        self.logprobs += [0.0] * len(answer)
-        self.is_answer += [True] * len(answer)
-        nothing = torch.empty(0, dtype=torch.int32)
-        self.allowed += [nothing] * len(answer)
-        self.turn_start = len(self.tokens)
-        self.finished = False
-
-    def ends(self, stops: Stops) -> bool:
-        """True if the turn ends with its last token."""
-        if self.tokens[-1] in stops.ids:
-            return True
-        if not stops.strings:
-            return False
-        start_of_span = len(self.tokens) - stops.span
-        first = max(start_of_span, self.turn_start)
-        return stops.has_stop(self.tokens[first:])
-
-    def allowed_tokens(self) -> AllowedTokens:
-        counts = [len(ids_k) for ids_k in self.allowed]
-        counts_T = torch.tensor(counts, dtype=torch.int32)
-        return AllowedTokens(torch.cat(self.allowed), counts_T)
+    return rows
 
 
 class _Batch:
@@ -178,7 +169,7 @@ class _Batch:
 
     def __init__(
         self,
-        rows: list[_Row],
+        rows: list[Row],
         decoder: Decoder | None = None,
         logits_BV: Tensor | None = None,
     ):
@@ -190,7 +181,7 @@ class _Batch:
         self.live = list(range(len(rows)))
         """Places of the rows that go on. An ended row is computed, too, until it is taken out."""
 
-    def live_rows(self) -> list[_Row]:
+    def live_rows(self) -> list[Row]:
         return [self.rows[b] for b in self.live]
 
     def draw(
@@ -209,10 +200,7 @@ class _Batch:
         drawn = token_B.tolist()
         logprobs = logprob_B.tolist()
         for b in self.live:
-            row = self.rows[b]
-            row.tokens.append(drawn[b])
-            row.logprobs.append(logprobs[b])
-            row.is_answer.append(False)
+            self.rows[b].append(drawn[b], logprobs[b])
         if allowed_BV is not None:
             counts = allowed_BV.sum(dim=1).tolist()
             places_and_ids = allowed_BV.nonzero()
@@ -268,7 +256,7 @@ class _RowsAway:
     """
 
     def __init__(self):
-        self.rows: list[_Row] = []
+        self.rows: list[Row] = []
         self.decoder: ForkedCacheDecoder | None = None
 
     def leave(

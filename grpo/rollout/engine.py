@@ -10,6 +10,7 @@ vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property, partial
@@ -17,13 +18,13 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
-from grpo.algorithm.batch import Completion, Group, Problem
+from grpo.algorithm.batch import Group, Problem
 from grpo.algorithm.seeding import generator
 from grpo.attention import fast_paths
 from grpo.model import Policy
 from grpo.rollout.check import matches_model
 from grpo.rollout.cuda_graphs import CUDAGraphRunner
-from grpo.rollout.decode_loop import Decoded, Prefill, Prompts, decode
+from grpo.rollout.decode_loop import Prefill, Prompts, Row, decode
 from grpo.rollout.draw import SamplingParams, draw
 from grpo.rollout.interface import ROWS_PER_CALL, Replies, grouped
 from grpo.rollout.llama_decoder import LlamaDecoder
@@ -108,15 +109,23 @@ class BuiltinEngine:
         if replays:
             waves = split_into_waves(prompts, sampling)
 
-        completions: list[Completion] = []
+        decoded: list[Row] = []
         with self.weights(), self.policy.inference():
             for wave in waves:
                 uniforms_RT = self._uniforms(rows[wave], sampling, seed_key)
                 inputs = (prompts[wave], uniforms_RT, sampling, on_tokens)
-                decoded = self._replay(*inputs) if replays else None
-                if decoded is None:
-                    decoded = decode(self.policy, self._prefill, *inputs, replies)
-                completions += self._completions(decoded, sampling)
+                of_wave = self._replay(*inputs) if replays else None
+                if of_wave is None:
+                    of_wave = decode(self.policy, self._prefill, *inputs, replies)
+                decoded += of_wave
+
+        for row in decoded:
+            if any(map(math.isnan, row.logprobs)):
+                raise ValueError(
+                    f"the model computes NaN under runtime.precision={self.policy.precision}: "
+                    "its weights or activations are too large"
+                )
+        completions = [row.completion(sampling) for row in decoded]
         return grouped(problems, completions, Stops(self.policy, sampling.stop))
 
     def dry_run(self, prompts: Prompts, sampling: SamplingParams) -> None:
@@ -164,7 +173,7 @@ class BuiltinEngine:
         finally:
             self._prefill = None
 
-    def _replay(self, prompts: Prompts, *inputs) -> Decoded | None:
+    def _replay(self, prompts: Prompts, *inputs) -> list[Row] | None:
         """:func:`decode` by CUDA graphs; None if the loop is to decode.
 
         It decodes a single row, because compilers make another variant for the size 1, and all
@@ -201,28 +210,6 @@ class BuiltinEngine:
             row_generator = generator(*seed_key, problem.index, g)
             uniforms.append(torch.rand(sampling.max_completion_length, generator=row_generator))
         return torch.stack(uniforms).to(self.policy.device)
-
-    def _completions(self, decoded: Decoded, sampling: SamplingParams) -> list[Completion]:
-        """The completion of each row, without its text."""
-        if decoded.logprobs_RT.isnan().any():
-            raise ValueError(
-                f"the model computes NaN under runtime.precision={self.policy.precision}: "
-                "its weights or activations are too large"
-            )
-        completions = []
-        for r, length in enumerate(decoded.lengths):
-            num_logprobs = 0 if sampling.is_greedy else length
-            is_answer_n = decoded.is_answer_RT[r, :length]
-            completion = Completion(
-                tuple(decoded.tokens_RT[r, :length].tolist()),
-                text="",
-                finished=decoded.finished[r],
-                sampling_logprobs=tuple(decoded.logprobs_RT[r, :num_logprobs].tolist()),
-                allowed=None if decoded.allowed is None else decoded.allowed[r],
-                loss_mask=tuple((~is_answer_n).tolist()) if is_answer_n.any() else (),
-            )
-            completions.append(completion)
-        return completions
 
 
 def split_into_waves(prompts: Prompts, sampling: SamplingParams) -> list[slice]:
