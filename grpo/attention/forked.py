@@ -39,12 +39,14 @@ class ForkedCache:
         device: torch.device | str = "cpu",
         names: Sequence | None = None,
     ):
-        self.names = [object() for _ in prompt_lengths] if names is None else list(names)
+        if names is None:
+            names = [object() for _ in prompt_lengths]
+        self.names = list(names)
         """A name for each prompt, by which :meth:`add_rows` finds those that both caches have."""
         self.capacity = capacity
         """Most own tokens of a row."""
         self.length = 0
-        """Own tokens in the cache for each row, with the one that is being computed."""
+        """Buffer indices in use, with that of the token that is being computed."""
         self.prompt_lengths_U = torch.tensor(prompt_lengths, device=device)
         self.prompts: dict[int, tuple[Tensor, Tensor]] = {}
         """Keys and values of the prompts, ``[U, K, P, D]``, by layer."""
@@ -56,17 +58,23 @@ class ForkedCache:
         self.mask_R1NS: Tensor | None = None
         """True where a token may attend, while several are computed at once."""
 
-    def store_prompts(self, layer: int, k_UPKD: Tensor, v_UPKD: Tensor) -> None:
+    def store_prompts(
+        self,
+        layer: int,
+        k_UPKD: Tensor,
+        v_UPKD: Tensor,
+    ) -> None:
         """Store the keys and values of the prompts, padded on the right."""
         self.dtype = product_dtype(v_UPKD)
-        prompts = []
-        for x_UPKD in (k_UPKD, v_UPKD):
-            x_UKPD = x_UPKD.transpose(1, 2).to(self.dtype)
-            prompts.append(x_UKPD.contiguous())
-        self.prompts[layer] = tuple(prompts)
+        k_UKPD = k_UPKD.transpose(1, 2).to(self.dtype)
+        v_UKPD = v_UPKD.transpose(1, 2).to(self.dtype)
+        self.prompts[layer] = (
+            k_UKPD.contiguous(),
+            v_UKPD.contiguous(),
+        )
 
     def fork(self, prompt_R: Tensor) -> None:
-        """Let row r continue prompt ``prompt_R[r]``; rows of one prompt must be neighbours."""
+        """Let row r continue prompt ``prompt_R[r]``."""
         self.prompt_R = prompt_R
         """The prompt of each row."""
         self.start_R = torch.zeros_like(prompt_R)
@@ -74,9 +82,14 @@ class ForkedCache:
         R = len(prompt_R)
 
         def buffer(prompts_UKPD: Tensor) -> Tensor:
-            # Zeros: what is masked counts 0 times its value, and other memory may hold NaN.
             _, K, _, D = prompts_UKPD.shape
-            return prompts_UKPD.new_zeros(R, K, self.capacity, D)
+            # A masked value is multiplied by 0, which gives NaN where memory holds NaN.
+            return prompts_UKPD.new_zeros(
+                R,
+                K,
+                self.capacity,
+                D,
+            )
 
         self.own = dict(self.prompts)
         _replace(self.own, buffer)
@@ -91,9 +104,17 @@ class ForkedCache:
         """Drop all rows but these, and prompts and buffer indices that only others have."""
         start_R = self.start_R[rows]
         first = int(start_R.min())
+        end = self.length
         self.start_R = start_R - first
-        _replace(self.own, lambda x: select_rows(x, rows, first, self.length))
-        self.length -= first
+        self.length = end - first
+
+        def kept(buffer: Tensor) -> Tensor:
+            # The tokens move to the front.
+            kept_rows = buffer.new_zeros(len(rows), *buffer.shape[1:])
+            kept_rows[:, :, : end - first] = buffer[rows, :, first:end]
+            return kept_rows
+
+        _replace(self.own, kept)
 
         prompt_R = self.prompt_R[rows]
         kept_U, self.prompt_R = prompt_R.unique(return_inverse=True)
@@ -104,7 +125,7 @@ class ForkedCache:
         self._update_layout()
 
     def split(self, rows: Tensor) -> ForkedCache:
-        """A cache of these rows only, a copy; this one keeps them too."""
+        """A copy of the cache with these rows only."""
         part = copy.copy(self)
         part.own = dict(self.own)
         part.prompts = dict(self.prompts)
@@ -116,13 +137,15 @@ class ForkedCache:
         known = set(self.names)
         new = [u for u, name in enumerate(other.names) if name not in known]
         self.names = self.names + [other.names[u] for u in new]
-        index = {name: u for u, name in enumerate(self.names)}
-        index_U = [index[name] for name in other.names]
-        prompt_R = self.prompt_R.new_tensor(index_U)[other.prompt_R]
-        self.prompt_R = torch.cat([self.prompt_R, prompt_R])
         new_lengths = other.prompt_lengths_U[new]
         self.prompt_lengths_U = torch.cat([self.prompt_lengths_U, new_lengths])
         P = int(self.prompt_lengths_U.max())
+
+        index = {name: u for u, name in enumerate(self.names)}
+        index_U = [index[name] for name in other.names]
+        index_U = self.prompt_R.new_tensor(index_U)
+        prompt_R = index_U[other.prompt_R]
+        self.prompt_R = torch.cat([self.prompt_R, prompt_R])
 
         # The last tokens of all rows come to stand at the same index.
         length = max(self.length, other.length)
@@ -132,11 +155,14 @@ class ForkedCache:
         self.start_R = torch.cat(starts)
 
         def joined_prompts(ours: Tensor, theirs: Tensor) -> Tensor:
-            return torch.cat([_with_length(ours, P), _with_length(theirs[new], P)])
+            ours = _with_length(ours, P)
+            theirs = _with_length(theirs[new], P)
+            return torch.cat([ours, theirs])
 
         def joined_own(ours: Tensor, theirs: Tensor) -> Tensor:
             R = len(ours)
-            joined = ours.new_zeros(len(self.prompt_R), *ours.shape[1:])
+            num_rows = R + len(theirs)
+            joined = ours.new_zeros(num_rows, *ours.shape[1:])
             joined[:R, :, shift:length] = ours[:, :, : self.length]
             joined[R:, :, other_shift:length] = theirs[:, :, : other.length]
             return joined
@@ -154,33 +180,39 @@ class ForkedCache:
         """Additive mask ``[R, 1, 1, C]`` of the indices before each row's first token."""
         if self.starts_differ:
             index_C = torch.arange(self.length, device=self.start_R.device)
-            self.own_bias = additive_mask(index_C < self.start_R[:, None], self.dtype)
+            is_before_RC = index_C < self.start_R[:, None]
+            self.own_bias = additive_mask(is_before_RC, self.dtype)
 
     def begin_tokens(self, new_R: Tensor) -> None:
         """Advance by ``new_R[r]`` tokens of row r, which come together, padded on the left."""
-        # All rows end at the same index, whatever their number of tokens.
+        # The tokens of each row move to the right, so that its new ones end where all rows end.
         end_R = self.length - self.start_R + new_R
         end = int(end_R.max())
-        shift_R1 = (end - new_R - self.length)[:, None]
-        index = torch.arange(self.capacity, device=new_R.device)
-        source = (index - shift_R1).clamp(0, self.capacity - 1)
-        source_R1C1 = source[:, None, :, None]
+        shift_R = end - new_R - self.length
+        index_C = torch.arange(self.capacity, device=new_R.device)
+        source_RC = index_C - shift_R[:, None]
+        source_RC = source_RC.clamp(0, self.capacity - 1)
+        source_R1C1 = source_RC[:, None, :, None]
 
         def moved(x_RKCD: Tensor) -> Tensor:
             _, K, _, D = x_RKCD.shape
-            return x_RKCD.gather(2, source_R1C1.expand(-1, K, -1, D))
+            source_RKCD = source_R1C1.expand(-1, K, -1, D)
+            return x_RKCD.gather(2, source_RKCD)
 
         _replace(self.own, moved)
-        self.start_R = self.start_R + shift_R1[:, 0]
+        self.start_R = self.start_R + shift_R
         self.starts_differ = bool(self.start_R.any())
         self.length = end
 
         N = int(new_R.max())
-        index_C = index[:end]
-        index_N1 = index_C[-N:, None]
-        self.is_new_RN = index_C[-N:] >= end - new_R[:, None]
+        index_C = index_C[:end]
+        index_N = index_C[-N:]
+        first_new_R = end - new_R
+        self.is_new_RN = index_N >= first_new_R[:, None]
+        """True at the new tokens, False at their padding."""
+        is_earlier_NC = index_C <= index_N[:, None]
         is_own_RNC = index_C >= self.start_R[:, None, None]
-        is_own_RNC = is_own_RNC & (index_C <= index_N1)
+        is_own_RNC = is_own_RNC & is_earlier_NC
         is_prompt_RP = self.is_prompt_UP[self.prompt_R]
         is_prompt_RNP = is_prompt_RP[:, None].expand(-1, N, -1)
         mask_RNS = torch.cat([is_prompt_RNP, is_own_RNC], dim=-1)
@@ -203,7 +235,14 @@ class ForkedCache:
                 return self._attend_one(layer, q_RHND, k_RKND, v_RKND, scaling)
             return self._attend_several(layer, q_RHND, k_RKND, v_RKND, scaling)
 
-    def _attend_one(self, layer: int, q_RH1D, k_RK1D, v_RK1D, scaling) -> Tensor:
+    def _attend_one(
+        self,
+        layer: int,
+        q_RH1D: Tensor,
+        k_RK1D: Tensor,
+        v_RK1D: Tensor,
+        scaling: float | None,
+    ) -> Tensor:
         R, H, _, D = q_RH1D.shape
         K = k_RK1D.shape[1]
         if scaling is None:
@@ -211,33 +250,75 @@ class ForkedCache:
         kernel = _cpu_attention if self.use_cpu_kernel else _plain_attention
         q_RKgD = q_RH1D.reshape(R, K, H // K, D)
         q_UKjD = self._rows_to_prompts(q_RKgD)
-        of_prompt = kernel(q_UKjD, *self.prompts[layer], self.prompt_bias, scaling)
-        of_prompt = [self._prompts_to_rows(x_UKj) for x_UKj in of_prompt]
+        prompt_out_UKjD, prompt_log_z_UKj = kernel(
+            q_UKjD,
+            *self.prompts[layer],
+            self.prompt_bias,
+            scaling,
+        )
+        prompt_out_RKgD = self._prompts_to_rows(prompt_out_UKjD)
+        prompt_log_z_RKg = self._prompts_to_rows(prompt_log_z_UKj)
 
         self._store_token(layer, k_RK1D, v_RK1D)
-        own = [buffer[:, :, : self.length] for buffer in self.own[layer]]
-        of_own = kernel(q_RKgD, *own, self.own_bias, scaling)
-        return _merged(*of_own, *of_prompt).reshape(R, 1, H, D)
+        keys, values = self.own[layer]
+        own_out_RKgD, own_log_z_RKg = kernel(
+            q_RKgD,
+            keys[:, :, : self.length],
+            values[:, :, : self.length],
+            self.own_bias,
+            scaling,
+        )
+        out_RKgD = _merged(
+            own_out_RKgD,
+            own_log_z_RKg,
+            prompt_out_RKgD,
+            prompt_log_z_RKg,
+        )
+        return out_RKgD.reshape(R, 1, H, D)
 
-    def _store_token(self, layer: int, k_RK1D: Tensor, v_RK1D: Tensor) -> None:
+    def _store_token(
+        self,
+        layer: int,
+        k_RK1D: Tensor,
+        v_RK1D: Tensor,
+    ) -> None:
+        """Write a token's keys and values to the buffers."""
         keys, values = self.own[layer]
         keys[:, :, self.length - 1] = k_RK1D[:, :, 0]
         values[:, :, self.length - 1] = v_RK1D[:, :, 0]
 
-    def _attend_several(self, layer: int, q_RHND, k_RKND, v_RKND, scaling) -> Tensor:
+    def _attend_several(
+        self,
+        layer: int,
+        q_RHND: Tensor,
+        k_RKND: Tensor,
+        v_RKND: Tensor,
+        scaling: float | None,
+    ) -> Tensor:
         _, H, N, _ = q_RHND.shape
         is_cuda = q_RHND.device.type == "cuda"
         is_new_R1N1 = self.is_new_RN[:, None, :, None]
-        inputs = [q_RHND]
-        new = (k_RKND, v_RKND)
-        for x_RKND, prompts, own in zip(new, self.prompts[layer], self.own[layer], strict=True):
-            own = own[:, :, : self.length]
-            own[:, :, -N:] = torch.where(is_new_R1N1, x_RKND, own[:, :, -N:])
-            x_RKSD = torch.cat([prompts[self.prompt_R], own], dim=2)
+
+        def stored(
+            x_RKND: Tensor,
+            prompts_UKPD: Tensor,
+            buffer: Tensor,
+        ) -> Tensor:
+            """Write new tokens to the buffer. Returns all, with the prompts', ``[R, K, S, D]``."""
+            own = buffer[:, :, : self.length]
+            last = own[:, :, -N:]
+            own[:, :, -N:] = torch.where(is_new_R1N1, x_RKND, last)
+            of_prompt = prompts_UKPD[self.prompt_R]
+            x_RKSD = torch.cat([of_prompt, own], dim=2)
             # CUDA has no fused kernel for a mask and fewer key heads than query heads.
-            inputs.append(repeat_heads(x_RKSD, H) if is_cuda else x_RKSD)
+            return repeat_heads(x_RKSD, H) if is_cuda else x_RKSD
+
+        prompt_keys, prompt_values = self.prompts[layer]
+        own_keys, own_values = self.own[layer]
         out_RHND = F.scaled_dot_product_attention(
-            *inputs,
+            q_RHND,
+            stored(k_RKND, prompt_keys, own_keys),
+            stored(v_RKND, prompt_values, own_values),
             attn_mask=self.mask_R1NS,
             scale=scaling,
             enable_gqa=not is_cuda,
@@ -245,16 +326,22 @@ class ForkedCache:
         return out_RHND.transpose(1, 2)
 
     def _update_layout(self) -> None:
-        """Assign each row a cell of the ``[U, J]`` grid of :meth:`_rows_to_prompts`."""
+        """Compute what changes with rows and prompts alone: masks and the ``[U, J]`` grid.
+
+        Row r is in cell ``cell_R[r]`` of the grid, in which attention to prompts is computed. None:
+        in cell r.
+        """
         device = self.prompt_R.device
         U = len(self.names)
-        # The number of earlier rows of the same prompt, which need not be neighbours.
+        # The number of earlier rows of the same prompt. They need not be neighbours.
         is_same_RR = self.prompt_R[:, None] == self.prompt_R
-        number_R = is_same_RR.tril(-1).sum(dim=1)
+        is_earlier_RR = is_same_RR.tril(-1)
+        number_R = is_earlier_RR.sum(dim=1)
         J = int(number_R.max()) + 1
         self.grid = (U, J)
         self.cell_R = self.prompt_R * J + number_R
-        if torch.equal(self.cell_R, torch.arange(U * J, device=device)):
+        all_cells = torch.arange(U * J, device=device)
+        if torch.equal(self.cell_R, all_cells):
             self.cell_R = None
 
         k_UKPD, _ = next(iter(self.prompts.values()))
@@ -272,8 +359,9 @@ class ForkedCache:
         """``[R, K, g, D]`` to ``[U, K, J * g, D]``; zeros where a prompt has fewer than J rows."""
         U, J = self.grid
         if self.cell_R is not None:
-            zeros = x_RKgD.new_zeros(U * J, *x_RKgD.shape[1:])
-            x_RKgD = zeros.index_copy_(0, self.cell_R, x_RKgD)
+            # The filled grid, of which row r is not at index r.
+            grid = x_RKgD.new_zeros(U * J, *x_RKgD.shape[1:])
+            x_RKgD = grid.index_copy_(0, self.cell_R, x_RKgD)
         x_UJKgD = x_RKgD.unflatten(0, (U, J))
         return x_UJKgD.transpose(1, 2).flatten(2, 3)
 
@@ -284,19 +372,25 @@ class ForkedCache:
         x_RKg = x_UKJg.transpose(1, 2).flatten(0, 1)
         if self.cell_R is not None:
             return x_RKg[self.cell_R]
-        # Of a single prompt it is a view, for which the compiler would make another variant.
+        # With a single prompt this is a view, for which the compiler would make another variant.
         return x_RKg if self.use_cpu_kernel else x_RKg.contiguous()
 
 
 @fast_paths.compiled(fast_paths.STEP)
-def _merged(own_out_RKgD, own_log_z_RKg, prompt_out_RKgD, prompt_log_z_RKg) -> Tensor:
+def _merged(
+    own_out_RKgD: Tensor,
+    own_log_z_RKg: Tensor,
+    prompt_out_RKgD: Tensor,
+    prompt_log_z_RKg: Tensor,
+) -> Tensor:
     """Attention to own tokens and to the prompt joined, ``[R, K, g, D]``.
 
     ``log_z`` is the log of the sum of ``e^score``. With weights ``e^s / Z``,
     ``out = (Z_prompt out_prompt + Z_own out_own) / (Z_prompt + Z_own)``.
     """
     dtype = own_log_z_RKg.dtype
-    prompt_share_RKg = torch.sigmoid(prompt_log_z_RKg - own_log_z_RKg)
+    log_ratio_RKg = prompt_log_z_RKg - own_log_z_RKg
+    prompt_share_RKg = torch.sigmoid(log_ratio_RKg)
     out_RKgD = torch.lerp(
         own_out_RKgD.to(dtype),
         prompt_out_RKgD.to(dtype),
@@ -312,12 +406,13 @@ def _cpu_attention(
     mask: Tensor | None,
     scaling: float,
 ) -> tuple[Tensor, Tensor]:
-    """Output ``[B, K, N, D]`` and ``log_z`` ``[B, K, N]`` of N queries over S keys.
+    """Output ``[B, K, N, D]`` and ``log_z`` ``[B, K, N]`` of N queries over S keys, on the CPU.
 
-    By the CPU's fused kernel. An additive mask leaves keys out.
+    ``mask`` ``[B, 1, 1, S]`` is added to the scores.
     """
     if mask is not None:
-        mask = mask.expand(-1, -1, q_BKND.shape[2], -1)
+        N = q_BKND.shape[2]
+        mask = mask.expand(-1, -1, N, -1)
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q_BKND,
         k_BKSD,
@@ -334,7 +429,7 @@ def _plain_attention(
     mask: Tensor | None,
     scaling: float,
 ) -> tuple[Tensor, Tensor]:
-    """The same by matrix products, on CUDA.
+    """Output and ``log_z`` as by :func:`_cpu_attention`, by matrix products, on CUDA.
 
     Scores are in fp32 for half precision, as in fused kernels: bf16 would round 64 by 0.25.
     """
@@ -346,12 +441,14 @@ def _plain_attention(
         scores_bNS = q_bND @ k_bDS
     scores = scores_bNS.unflatten(0, q_BKND.shape[:2])
     scores = scores * scaling if mask is None else torch.add(mask, scores, alpha=scaling)
-    weights = scores.softmax(dim=-1)
+    weights_BKNS = scores.softmax(dim=-1)
+
     # The largest weight is e^(largest score - log_z).
-    log_of_largest = weights.amax(dim=-1).log()
-    log_z_BKN = scores.amax(dim=-1) - log_of_largest
-    out_BKND = weights.to(v_BKSD.dtype) @ v_BKSD
-    return out_BKND, log_z_BKN
+    largest_weight_BKN = weights_BKNS.amax(dim=-1)
+    largest_score_BKN = scores.amax(dim=-1)
+    log_z_BKN = largest_score_BKN - largest_weight_BKN.log()
+    weights_BKNS = weights_BKNS.to(v_BKSD.dtype)
+    return weights_BKNS @ v_BKSD, log_z_BKN
 
 
 def additive_mask(is_masked_RN: Tensor, dtype: torch.dtype) -> Tensor:
@@ -361,23 +458,19 @@ def additive_mask(is_masked_RN: Tensor, dtype: torch.dtype) -> Tensor:
     return mask_RN[:, None, None]
 
 
-def select_rows(buffer: Tensor, rows: Tensor, first: int, end: int) -> Tensor:
-    """Rows of a buffer ``[R, K, capacity, D]``, their tokens ``first`` to ``end`` at the front."""
-    chosen = buffer.new_zeros(len(rows), *buffer.shape[1:])
-    chosen[:, :, : end - first] = buffer[rows, :, first:end]
-    return chosen
-
-
 def _with_length(x_UKPD: Tensor, P: int) -> Tensor:
-    """Cut or padded on the right to P tokens."""
-    return F.pad(x_UKPD, (0, 0, 0, P - x_UKPD.shape[2]))
+    """Keys or values of prompts, cut or padded on the right to P tokens."""
+    padding = P - x_UKPD.shape[2]
+    return F.pad(x_UKPD, (0, 0, 0, padding))
 
 
 def _replace(layers: dict, function: Callable[..., Tensor], *others: dict) -> None:
     """Replace keys and values by a function of them and of those of other caches."""
     for layer in layers:
-        pairs = [layers[layer], *(other[layer] for other in others)]
-        layers[layer] = tuple(map(function, *pairs))
+        keys_and_values = [layers[layer]]
+        for other in others:
+            keys_and_values.append(other[layer])
+        layers[layer] = tuple(map(function, *keys_and_values))
 
 
 def repeat_heads(x_RKSD: Tensor, H: int) -> Tensor:
@@ -397,4 +490,6 @@ def product_dtype(x: Tensor) -> torch.dtype:
     kind = x.device.type
     if kind == "cpu":
         return torch.promote_types(x.dtype, torch.float32)
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    if torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind)
+    return x.dtype
