@@ -9,5 +9,13 @@ from grpo.rollout.engine import BuiltinEngine, split_into_waves
 from grpo.rollout.interface import Engine, engine_with_weights
 from grpo.rollout.stops import Stops, split_stop
 
-__all__ = ["BuiltinEngine", "Engine", "SamplingParams", "Stops", "check_sampling", "engine_with_weights"]
-__all__ += ["split_into_waves", "split_stop"]
+__all__ = [
+    "BuiltinEngine",
+    "Engine",
+    "SamplingParams",
+    "Stops",
+    "check_sampling",
+    "engine_with_weights",
+    "split_into_waves",
+    "split_stop",
+]

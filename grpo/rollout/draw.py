@@ -1,4 +1,7 @@
-"""Sampling of a token: settings, filters, inverse of the cumulative distribution. ``R`` rows, ``V`` vocabulary."""
+"""Sampling of a token: settings, filters, inverse of the cumulative distribution.
+
+Shapes: ``R`` rows, ``V`` vocabulary, ``N`` blocks of ``B`` tokens.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 BLOCK = 128
-"""Tokens of a block; CUDA adds the probabilities of each block first. Most vocabularies are a multiple of it."""
+"""Tokens of a block, whose probabilities CUDA adds up first. Most vocabularies are a multiple."""
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Sampling settings. Every value is explicit: nothing is read from a model's ``generation_config.json``."""
+    """Sampling settings. Nothing is read from a model's ``generation_config.json``."""
 
     num_generations: int
     """Completions per problem."""
@@ -27,11 +30,13 @@ class SamplingParams:
     """0: off."""
     min_p: float = 0.0
     stop: tuple[str, ...] = ()
-    """Strings that end a completion; the string stays in it. A special token is found by its id (:class:`Stops`)."""
+    """Strings that end a completion, and stay in it. A special token is found by its id
+    (:class:`Stops`)."""
     tokens_in_flight: int | None = None
     """Most tokens (of prompts and completions) in the KV cache at once; None: no limit."""
     keep_sampling_mask: bool = False
-    """Record the tokens that top-k, top-p and min-p allowed; log-probs are then those of a softmax over these."""
+    """Record the tokens that top-k, top-p and min-p allowed; log-probs are then those of a softmax
+    over these."""
 
     @property
     def is_greedy(self) -> bool:
@@ -43,8 +48,9 @@ class SamplingParams:
 
     @property
     def records_allowed(self) -> bool:
-        """True if sampling records the allowed tokens: it is asked to, and some tokens may be left out."""
-        return self.keep_sampling_mask and self.is_filtered and not self.is_greedy
+        """True if allowed tokens are recorded: on request, where filters may leave some out."""
+        may_leave_out = self.is_filtered and not self.is_greedy
+        return self.keep_sampling_mask and may_leave_out
 
 
 def draw(
@@ -53,7 +59,11 @@ def draw(
     sampling: SamplingParams,
 ) -> tuple[Tensor, Tensor]:
     """The tokens and log-probs of :func:`draw_and_record`."""
-    token_R, logprob_R, _ = draw_and_record(logits_RV, u_R, sampling)
+    token_R, logprob_R, _ = draw_and_record(
+        logits_RV,
+        u_R,
+        sampling,
+    )
     return token_R, logprob_R
 
 
@@ -62,16 +72,18 @@ def draw_and_record(
     u_R: Tensor | None,
     sampling: SamplingParams,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Draw one token per row: the first whose cumulative probability exceeds ``u_R`` in [0, 1); None: greedy.
+    """Draw one token per row: the first whose cumulative probability exceeds ``u_R`` in [0, 1).
 
-    Returns tokens ``[R]``, their log-probabilities ``[R]`` and, if ``sampling.records_allowed``, ``[R, V]`` True at
-    the tokens that the filters allowed. Log-probabilities are in nats, at the temperature, as the loss scores them:
-    before the filters, or over the allowed tokens if these are recorded. They are 0 in greedy decoding, and NaN where
-    the logits are NaN.
+    ``u_R`` None: the token with the highest logit.
+
+    Returns tokens ``[R]``, their log-probabilities ``[R]`` and, if ``sampling.records_allowed``,
+    ``[R, V]`` True at the tokens that the filters allowed. Log-probabilities are in nats, at the
+    temperature, as the loss scores them: before the filters, or over the allowed tokens if these
+    are recorded. They are 0 in greedy decoding, and NaN where the logits are NaN.
     """
     logits_RV = logits_RV.float()
     if u_R is None:
-        token_R = logits_RV.argmax(dim=-1)  # of a NaN, if there is one
+        token_R = logits_RV.argmax(dim=-1)  # the index of a NaN, if there is one
         logit_R = logits_RV.gather(1, token_R[:, None]).squeeze(1)
         return token_R, 0.0 * logit_R, None
 
@@ -84,59 +96,109 @@ def draw_and_record(
     token_R, total_R = exceeding(kept_RV, u_R)
 
     if sampling.is_filtered:
-        total_R = weights_RV.sum(dim=-1, dtype=torch.float64)
+        total_R = weights_RV.sum(
+            dim=-1,
+            dtype=torch.float64,
+        )
     logit_R = logits_RV.gather(1, token_R[:, None]).squeeze(1)
     logprob_R = (logit_R - total_R.log()).float()
     if not sampling.records_allowed:
         return token_R, logprob_R, None
 
-    probs_RV = (kept_RV / total_R[:, None]).float()
+    probs_RV = kept_RV / total_R[:, None]
+    probs_RV = probs_RV.float()
     allowed_share_R = probs_RV.sum(dim=-1)
-    return token_R, logprob_R - allowed_share_R.log(), probs_RV > 0
+    logprob_R = logprob_R - allowed_share_R.log()
+    return token_R, logprob_R, probs_RV > 0
 
 
-def first_exceeding(probs_RV: Tensor, u_R: Tensor) -> tuple[Tensor, Tensor]:
-    """``[R]`` the first index whose cumulative probability exceeds ``u_R`` times the total, and the total ``[R]``.
+def first_exceeding(
+    probs_RV: Tensor,
+    u_R: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """The first index whose cumulative probability exceeds ``u_R`` times the total, and the total.
 
-    It is never the index of an impossible token.
+    ``[R]`` each. No index is that of an impossible token.
     """
     cdf_RV = deterministic_cumsum(probs_RV)
     total_R1 = cdf_RV[:, -1:]
-    # u * total can round up to the total, which would select an index behind the last possible token: stay below.
+    # u * total can round up to the total, which would select an index behind the last possible
+    # token: stay below.
     below_total_R1 = torch.nextafter(total_R1, torch.zeros_like(total_R1))
     target_R1 = u_R[:, None] * total_R1
     target_R1 = torch.minimum(target_R1, below_total_R1)
-    token_R1 = torch.searchsorted(cdf_RV, target_R1, right=True)
+    token_R1 = torch.searchsorted(
+        cdf_RV,
+        target_R1,
+        right=True,
+    )
     last = probs_RV.shape[1] - 1  # NaN gives the index behind it
     token_R1 = token_R1.clamp(max=last)
     return token_R1.squeeze(1), total_R1.squeeze(1)
 
 
-def first_exceeding_in_blocks(probs_RV: Tensor, u_R: Tensor) -> tuple[Tensor, Tensor]:
+def first_exceeding_in_blocks(
+    probs_RV: Tensor,
+    u_R: Tensor,
+) -> tuple[Tensor, Tensor]:
     """:func:`first_exceeding` for CUDA, whose ``cumsum`` computes each row in one thread block.
 
-    First the block of ``BLOCK`` tokens is found by the sums of all blocks, then the token in it. Sums are in fp64, as
-    inside of the CPU's ``cumsum``; tokens differ from the CPU's only where its rounding of the results decides.
+    Sums are in fp64, as inside of the CPU's ``cumsum``. Tokens differ from the CPU's only where its
+    rounding of the results decides.
     """
     R, V = probs_RV.shape
-    blocks_RNB = F.pad(probs_RV, (0, -V % BLOCK)).view(R, -1, BLOCK)
-    ends_RN = deterministic_cumsum(blocks_RNB.sum(dim=-1, dtype=torch.float64))
-    target_R1 = u_R[:, None] * ends_RN[:, -1:]
-    block_R1 = torch.searchsorted(ends_RN, target_R1, right=True).clamp(max=ends_RN.shape[1] - 1)
-    start_R1 = torch.where(block_R1 > 0, ends_RN.gather(1, (block_R1 - 1).clamp(min=0)), 0.0)
-    inside_RB = blocks_RNB.gather(1, block_R1[:, :, None].expand(R, 1, BLOCK)).squeeze(1)
+    padded_RV = F.pad(probs_RV, (0, -V % BLOCK))
+    blocks_RNB = padded_RV.view(R, -1, BLOCK)
+
+    # The sums of all blocks give the block of the token.
+    sums_RN = blocks_RNB.sum(
+        dim=-1,
+        dtype=torch.float64,
+    )
+    ends_RN = deterministic_cumsum(sums_RN)
+    total_R1 = ends_RN[:, -1:]
+    target_R1 = u_R[:, None] * total_R1
+    last_block = ends_RN.shape[1] - 1
+    block_R1 = torch.searchsorted(
+        ends_RN,
+        target_R1,
+        right=True,
+    )
+    block_R1 = block_R1.clamp(max=last_block)
+
+    # The sums inside of the block give the token.
+    before_R1 = (block_R1 - 1).clamp(min=0)
+    start_R1 = ends_RN.gather(1, before_R1)
+    start_R1 = torch.where(block_R1 > 0, start_R1, 0.0)
+    block_R1B = block_R1[:, :, None].expand(R, 1, BLOCK)
+    inside_RB = blocks_RNB.gather(1, block_R1B).squeeze(1)
     cdf_RB = deterministic_cumsum(inside_RB.double())
-    # The end of the block may have been rounded up: stay below the sum inside, whose last step is a possible token.
-    last_R1 = torch.nextafter(cdf_RB[:, -1:], torch.zeros_like(target_R1))
-    index_R1 = torch.searchsorted(cdf_RB, torch.minimum(target_R1 - start_R1, last_R1), right=True)
-    return (block_R1 * BLOCK + index_R1).squeeze(1).clamp(max=V - 1), ends_RN[:, -1]
+    # The end of the block may have been rounded up: stay below the sum inside, whose last step is a
+    # possible token.
+    sum_R1 = cdf_RB[:, -1:]
+    below_sum_R1 = torch.nextafter(sum_R1, torch.zeros_like(sum_R1))
+    rest_R1 = target_R1 - start_R1
+    rest_R1 = torch.minimum(rest_R1, below_sum_R1)
+    index_R1 = torch.searchsorted(
+        cdf_RB,
+        rest_R1,
+        right=True,
+    )
+
+    token_R1 = block_R1 * BLOCK + index_R1
+    token_R1 = token_R1.clamp(max=V - 1)
+    return token_R1.squeeze(1), total_R1.squeeze(1)
 
 
-def filter_probs(probs_RV: Tensor, sampling: SamplingParams) -> Tensor:
-    """Set probabilities outside top-k, top-p and min-p to 0, applied in this order; the others are not renormalised.
+def filter_probs(
+    probs_RV: Tensor,
+    sampling: SamplingParams,
+) -> Tensor:
+    """Set probabilities outside top-k, top-p and min-p, in this order, to 0.
 
-    Each filter is the least probability that it keeps: tokens of equal probability stay or go together. The
-    probabilities may be multiplied by any number that leaves them at most 1.
+    The others are not renormalised. Each filter keeps all probabilities of at least a number, so
+    that tokens of equal probability stay or go together. The probabilities may be multiplied by any
+    number that leaves them at most 1.
     """
     if 0 < sampling.top_k < probs_RV.shape[1]:
         largest_RK = probs_RV.topk(sampling.top_k).values
@@ -155,7 +217,7 @@ def _at_least(least_R1: Tensor, probs_RV: Tensor) -> Tensor:
 
 
 def _least_of_top_p(probs_RV: Tensor, top_p: float) -> Tensor:
-    """``[R, 1]`` the largest probability so that those of at least it add up to ``top_p`` of the total."""
+    """``[R, 1]`` the largest p so that probabilities of at least p are ``top_p`` of the total."""
     sorted_RV = probs_RV.sort(dim=-1, descending=True).values
     before_RV = deterministic_cumsum(sorted_RV) - sorted_RV
     total_R1 = sorted_RV.sum(dim=-1, keepdim=True)
@@ -168,14 +230,18 @@ def _least_of_top_p(probs_RV: Tensor, top_p: float) -> Tensor:
 def deterministic_cumsum(x_RV: Tensor) -> Tensor:
     """``cumsum`` along rows that also runs on CUDA with ``runtime.deterministic``.
 
-    PyTorch refuses every ``cumsum`` on CUDA then, but only the kernel for a single row (CUB's scan) can give different
-    bits. The kernel for a matrix has a fixed order (``ScanUtils.cuh``): a single row is computed as a matrix of two.
+    PyTorch refuses every ``cumsum`` on CUDA then, but only the kernel for a single row (CUB's scan)
+    can give different bits. The kernel for a matrix has a fixed order (``ScanUtils.cuh``): a single
+    row is computed as a matrix of two.
     """
     if not (x_RV.is_cuda and torch.are_deterministic_algorithms_enabled()):
         return x_RV.cumsum(dim=-1)
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(False)
     try:
-        return (x_RV if len(x_RV) > 1 else x_RV.repeat(2, 1)).cumsum(dim=-1)[: len(x_RV)]
+        R = len(x_RV)
+        if R == 1:
+            x_RV = x_RV.repeat(2, 1)
+        return x_RV.cumsum(dim=-1)[:R]
     finally:
         torch.use_deterministic_algorithms(True, warn_only=warn_only)

@@ -27,21 +27,32 @@ class Stops:
 
         longest = max(map(len, self.strings), default=0)
         self.span = 4 * longest + 4
-        """Tokens at the end of a text that are searched: n characters span at most 4n byte-level tokens."""
+        """Tokens at the end of a text that are searched: n characters span at most 4n byte-level
+        tokens."""
 
         # The text of a sequence usually holds the texts of its parts, so that one search in all new
-        # tokens can show that none ends a stop string. Not so where decoding removes spaces, and for
-        # U+FFFD, half of a character that the next token completes.
+        # tokens can show that none ends a stop string. Exceptions are tokenizers that remove spaces,
+        # and a stop string with U+FFFD, the text of half a character: the next token completes it.
         cleans_up = getattr(self.tokenizer, "clean_up_tokenization_spaces", False)
         self.neighbours_keep_text = not cleans_up and "\ufffd" not in "".join(stop)
 
     def text(self, tokens: Sequence[int]) -> str:
-        """The text of a completion or turn, with special tokens that are tags, and without the end of the turn."""
+        """The text of a completion or turn.
+
+        Special tokens that are tags are in it, the end of the turn is not.
+        """
         shown = [id for id in tokens if id not in self.ids_without_text]
         return self.tokenizer.decode(shown)
 
-    def first_end(self, tokens: Sequence[int], num_searched: int) -> int | None:
-        """The least n > ``num_searched`` so that the last ``span`` of ``tokens[:n]`` contain a stop string, or None."""
+    def first_end(
+        self,
+        tokens: Sequence[int],
+        num_searched: int,
+    ) -> int | None:
+        """The least n > ``num_searched`` so that the end of ``tokens[:n]`` contains a stop string.
+
+        The end is the last ``span`` tokens. None if there is no such n.
+        """
         if self.neighbours_keep_text:
             first = max(num_searched + 1 - self.span, 0)
             if not self.has_stop(tokens[first:]):
@@ -53,7 +64,7 @@ class Stops:
         return None
 
     def has_stop(self, tokens: Sequence[int]) -> bool:
-        """True if a stop string is in the text without special tokens, where vLLM looks for it, too."""
+        """True if a stop string is in the text without special tokens, where vLLM looks, too."""
         text = self.tokenizer.decode(tokens, skip_special_tokens=True)
         return any(string in text for string in self.strings)
 
