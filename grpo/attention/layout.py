@@ -1,4 +1,4 @@
-"""The layout of a micro-batch as one packed row of tokens: each prompt once, then the completions, unpadded.
+"""The layout of a micro-batch as one packed row: each prompt once, then the completions, unpadded.
 
 Completions are sorted by length into *tiles*. The tokens of a tile are neighbours in the row, and
 their attention is one kernel call.
@@ -25,8 +25,9 @@ class Tile:
     """Consecutive tokens with one kernel call: all prompts, or completions of similar length."""
 
     rows: int
+    """Number of prompts or completions."""
     width: int
-    """Tokens of the longest row."""
+    """Tokens of the longest of them."""
     slots_n: Tensor | None
     """Index of each token in the padded ``[rows * width]`` tensor; None if nothing is padded."""
     prompt_R: Tensor
@@ -35,19 +36,22 @@ class Tile:
     """Tokens of that prompt."""
 
     def visible_RCS(self, P: int) -> Tensor:
-        """``[R, C, P + C]`` True where a completion's token may attend: its prompt, its own tokens up to itself.
+        """``[R, C, P + C]`` True where a completion's token may attend.
 
-        ``P``: tokens of the longest prompt of the row.
+        Those are the tokens of its prompt, and of its completion up to itself. ``P``: tokens of the
+        longest prompt of the packed row.
         """
         index_S = torch.arange(P + self.width, device=self.prompt_R.device)
         is_prompt_RS = index_S < self.prompt_lengths_R[:, None]
-        is_own_CS = (index_S >= P) & (index_S <= index_S[P:, None])
-        return is_prompt_RS[:, None] | is_own_CS
+        is_completion_S = index_S >= P
+        is_earlier_CS = index_S <= index_S[P:, None]
+        return is_prompt_RS[:, None] | (is_completion_S & is_earlier_CS)
 
     def pad(self, x_nHD: Tensor) -> Tensor:
         """``[n, H, D]`` to ``[R, C, H, D]``, zeros at the padding."""
         if self.slots_n is not None:
-            zeros = x_nHD.new_zeros(self.rows * self.width, *x_nHD.shape[1:])
+            num_slots = self.rows * self.width
+            zeros = x_nHD.new_zeros(num_slots, *x_nHD.shape[1:])
             x_nHD = zeros.index_copy_(0, self.slots_n, x_nHD)
         return x_nHD.unflatten(0, (self.rows, self.width))
 
@@ -69,13 +73,14 @@ class PackedLayout:
     ids_1N: Tensor
     positions_1N: Tensor
     before_M: Tensor
-    """Index of the token before each scored token, whose logits score it, in the order of the batch."""
+    """Index of the token before each scored token, in the order of the batch. Its logits score the
+    token."""
     tiles: list[Tile]
     """The tile of the prompts first."""
     sizes: list[int]
     """Tokens of each tile, and of the padding at the end of the row."""
     masks: dict[Any, Tensor] = field(default_factory=dict)
-    """Attention masks, built by the first layer and used by all."""
+    """Attention masks, built by the first layer and used by all layers."""
 
 
 def pack(
@@ -94,22 +99,35 @@ def pack(
     """
     device = sequence_ids_BS.device
     S = sequence_ids_BS.shape[1]
-    prompt_of_group = {group: u for u, group in enumerate(dict.fromkeys(groups_B))}
+    distinct_groups = dict.fromkeys(groups_B)
+    prompt_of_group = {group: u for u, group in enumerate(distinct_groups)}
     prompt_B = [prompt_of_group[group] for group in groups_B]
     row_of_prompt = {u: b for b, u in enumerate(prompt_B)}  # any row of its group
     prompt_lengths = [prompt_lengths_B[b] for b in row_of_prompt.values()]
 
     # Each run of tokens in the packed order: the row of the batch, the first token and the end.
     spans = [(b, 0, prompt_lengths_B[b]) for b in row_of_prompt.values()]
-    all_prompts = range(len(prompt_lengths))
-    tiles = [_tile(prompt_lengths, all_prompts, prompt_lengths, device)]
+    prompt_tile = _tile(
+        prompt_lengths,
+        range(len(prompt_lengths)),
+        prompt_lengths,
+        device,
+    )
+    tiles = [prompt_tile]
     sizes = [sum(prompt_lengths)]
     start_of_completion = {}
     end = sizes[0]
-    for rows in _similar_lengths([n - 1 for n in lengths_B]):
-        lengths = [lengths_B[b] - 1 for b in rows]
+    all_but_last = [length - 1 for length in lengths_B]
+    for rows in _similar_lengths(all_but_last):
+        lengths = [all_but_last[b] for b in rows]
         prompts = [prompt_B[b] for b in rows]
-        tiles.append(_tile(lengths, prompts, prompt_lengths, device))
+        tile = _tile(
+            lengths,
+            prompts,
+            prompt_lengths,
+            device,
+        )
+        tiles.append(tile)
         sizes.append(sum(lengths))
         for b, length in zip(rows, lengths, strict=True):
             first = prompt_lengths_B[b]
@@ -117,14 +135,17 @@ def pack(
             start_of_completion[b] = end
             end += length
 
-    last_U = torch.tensor(prompt_lengths).cumsum(0) - 1
+    # The last token of a prompt scores the first one of a completion.
+    end_U = torch.tensor(prompt_lengths).cumsum(0)
+    last_U = end_U - 1
     before = [last_U[:0]]
     for b, length in enumerate(lengths_B):
         if length:
             u = prompt_B[b]
             start = start_of_completion.get(b, 0)
             before.append(last_U[u : u + 1])
-            before.append(torch.arange(start, start + length - 1))
+            others = torch.arange(start, start + length - 1)
+            before.append(others)
 
     positions = []
     sources = []
@@ -159,7 +180,7 @@ def pack_prompts(prompts: Sequence[Sequence[int]], device: torch.device | str) -
 def few_sizes(size: int) -> int:
     """The size rounded up to one of 16 per power of two, at most 1/16 larger.
 
-    Kernels are made for each shape.
+    On the CPU, oneDNN keeps a kernel and its working memory for each shape.
     """
     step = 1 << max((size - 1).bit_length() - 5, 0)
     return -(-size // step) * step
@@ -172,7 +193,8 @@ def _similar_lengths(lengths: Sequence[int]) -> list[list[int]]:
     """
     tiles: list[list[int]] = []
     shortest = 0
-    for b in sorted(range(len(lengths)), key=lambda b: -lengths[b]):
+    longest_first = sorted(range(len(lengths)), key=lambda b: -lengths[b])
+    for b in longest_first:
         if lengths[b] <= 0:
             break
         if not tiles or lengths[b] < shortest:
@@ -188,17 +210,19 @@ def _tile(
     prompt_lengths: Sequence[int],
     device: torch.device,
 ) -> Tile:
+    """A tile of rows with these lengths, and the index of the prompt of each."""
     C = max(lengths)
     slots_n = None
     if min(lengths) < C:
         slots = [torch.arange(length) + r * C for r, length in enumerate(lengths)]
         slots_n = torch.cat(slots).to(device)
+    prompt_lengths_R = [prompt_lengths[u] for u in prompts]
     return Tile(
         rows=len(lengths),
         width=C,
         slots_n=slots_n,
         prompt_R=torch.tensor(prompts, device=device),
-        prompt_lengths_R=torch.tensor([prompt_lengths[u] for u in prompts], device=device),
+        prompt_lengths_R=torch.tensor(prompt_lengths_R, device=device),
     )
 
 
