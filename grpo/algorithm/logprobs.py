@@ -17,7 +17,8 @@ from grpo.attention.precision import ieee_fp32
 LOGITS_PER_CHUNK, LOGITS_PER_CHUNK_ON_CUDA = 2**24, 2**27
 """Most logits in memory at once: 64 MiB in fp32, on a GPU 512 MiB, because it needs larger matrix products.
 
-In bf16 compiled log-probs have no fp32 copy, and take twice as many: each chunk adds to the head's whole gradient.
+Compiled log-probs in bf16 take twice as many. They need no fp32 copy of the logits, and with fewer chunks the head's
+whole gradient, to which each chunk adds, is read and written less often.
 """
 
 
@@ -142,10 +143,7 @@ def score_hidden(
     allowed: AllowedTokens | None,
     temperature: float,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropies of the labels, ``[N]`` each.
-
-    In chunks of tokens where tokens x vocabulary is large.
-    """
+    """Log-probs and entropies of the labels, ``[N]`` each; in chunks, where tokens x vocabulary is large."""
     kind = hidden_NH.device.type
     dtype = head.weight.dtype
     if torch.is_autocast_enabled(kind):
@@ -202,7 +200,7 @@ class _ScoreLogits(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits_NV, labels_N, temperature):
-        logits_NV = logits_NV.detach()  # a tensor that requires a gradient would be compiled apart
+        logits_NV = logits_NV.detach()  # with a gradient required it would be another compiled variant
         with torch.autocast(logits_NV.device.type, enabled=False):
             logprobs_N, entropies_N, normalizers_N = _score(logits_NV, labels_N, temperature)
         ctx.save_for_backward(logits_NV, labels_N, normalizers_N)

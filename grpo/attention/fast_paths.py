@@ -1,8 +1,9 @@
 """Functions that ``torch.compile`` makes faster on CUDA, in parts that are switched on by name.
 
-All parts are off until a check has compared them with the same functions without the compiler:
-log-probs at a run's start (:mod:`grpo.run.proofs`), decode steps where a CUDA graph is checked
-(:mod:`grpo.rollout.cuda_graphs`). What an H100 has shown of each: ``benchmarks/results/h100.md``.
+All parts are off at first. A check compares each with the same functions without the compiler:
+log-probs at a run's start (:mod:`grpo.run.proofs`), decode steps together with the CUDA graph that
+they are captured in (:mod:`grpo.rollout.cuda_graphs`). Measurements on an H100 are in
+``benchmarks/results/h100.md``.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ import torch
 from torch import Tensor
 
 SCORES = "compiled log-probs"
+"""Name of the part that computes log-probs, entropies and their gradient."""
 STEP = "compiled decode steps"
+"""Name of the part that computes decode steps between the products with weights."""
 
 _on: set[str] = set()
 _beyond_limit: set[str] = set()
@@ -25,7 +28,7 @@ _beyond_limit: set[str] = set()
 
 
 def may_use(device: torch.device) -> bool:
-    """False where nothing is to be compiled."""
+    """True if functions may be compiled: on CUDA, if neither PyTorch nor the user forbids it."""
     if device.type != "cuda" or torch.are_deterministic_algorithms_enabled():
         return False
     return os.environ.get("TORCHDYNAMO_DISABLE") != "1"
@@ -63,17 +66,17 @@ def reset() -> None:
 
 
 def compiled(part: str) -> Callable[[Callable], Callable]:
-    """Decorates a function of tensors that all have the rows of a batch as their first dimension.
+    """Decorate a function whose tensors all have the rows of a batch as their first dimension.
 
-    While the part is on, ``torch.compile`` of the function is called: one variant for all numbers
-    of rows, one for each combination of other sizes, strides, dtypes and remaining arguments. No
-    tensor may require a gradient, which would be another variant.
+    While the part is on, calls go to the compiled function. ``torch.compile`` makes one variant for
+    all numbers of rows, and one for each combination of other sizes, strides, dtypes and remaining
+    arguments. No tensor may require a gradient, which would be another variant.
     """
 
     def decorate(function: Callable) -> Callable:
         @functools.wraps(function)
         def call(*args: Any) -> Any:
-            # Dynamo never treats 0 and 1 as dynamic sizes.
+            # Dynamo never treats 0 and 1 as dynamic sizes: each would be another variant.
             if part not in _on or len(args[0]) < 2:
                 return function(*args)
             for x in args:
@@ -96,5 +99,8 @@ def compiled(part: str) -> Callable[[Callable], Callable]:
 
 @functools.cache
 def _compile(function: Callable) -> Callable:
-    """The function, compiled at its first call. With ``fullgraph`` dynamo's limit is an error."""
+    """The function, which its first call compiles.
+
+    With ``fullgraph`` dynamo raises an error at its limit, where it would else go on uncompiled.
+    """
     return torch.compile(function, fullgraph=True)

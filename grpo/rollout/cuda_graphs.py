@@ -1,18 +1,20 @@
 """Decode steps as CUDA graphs: a step is captured, and then replayed by one launch for each token.
 
 Launching the hundreds of small kernels of a decode step takes longer than running them, and reading
-at every token which rows have ended makes the device wait for the host. A captured step reads and
-writes the tensors that it was captured with, so no shape changes between two reads: rows that have
-ended go on, and a step attends to a fixed number of own tokens, of which later ones are masked.
-Every ``SYNC_EVERY`` tokens the host reads what was drawn. When three quarters of the rows have
-ended, or the tokens reach that number, the next step is captured anew.
+at every token which rows have ended makes the device wait for the host. Therefore the host reads
+what was drawn only every ``SYNC_EVERY`` tokens.
 
-Captured steps are compiled where :mod:`grpo.attention.fast_paths` may be used. Compilers make
-another variant for a single row, so graphs decode several.
+A captured step reads and writes the tensors that it was captured with, so no shape may change: rows
+that have ended are computed further, and a step attends to a fixed number of own tokens, of which
+those not drawn yet are masked. When three quarters of the rows have ended, or rows have as many
+tokens as a step attends to, the next step is captured anew.
 
-Graphs belong to one wave of rows, whose KV cache and copies of weights they read; the memory pool
-of the last one outlives it. Tokens differ from those of :mod:`grpo.rollout.decode_loop` by rounding
-alone.
+Captured steps are compiled where :mod:`grpo.attention.fast_paths` may be used. Graphs decode two
+rows or more, because the compiler makes another variant for a single one.
+
+Graphs belong to one wave of rows: they read the wave's KV cache and copies of weights. The memory
+pool of the last graph outlives the wave. Logits differ from those of
+:mod:`grpo.rollout.decode_loop` by rounding alone.
 
 An H100 has run this (``benchmarks/results/h100.md``). Tests capture and replay the steps on an
 emulated CUDA device (``tests/cuda/``), and run them on the CPU without graphs.
@@ -48,9 +50,9 @@ rounding is measured."""
 
 
 class CUDAGraphRunner:
-    """Decodes batches by captured steps.
+    """Decodes waves of rows by captured steps.
 
-    ``capture=False`` runs the same steps without graphs, on any device.
+    With ``capture=False`` the same steps run without graphs, on any device.
     """
 
     def __init__(
@@ -67,7 +69,7 @@ class CUDAGraphRunner:
         """The kinds of sampling (whether it is greedy) for which replayed steps have agreed with
         the decode loop's."""
         self._graph: torch.cuda.CUDAGraph | None = None
-        """The last graph: it keeps the memory pool, which the next one takes."""
+        """The last graph, which holds the memory pool for the next one."""
 
     def decode(
         self,
@@ -79,8 +81,8 @@ class CUDAGraphRunner:
     ) -> list[Row]:
         """Decode every row to its end; see :func:`grpo.rollout.decode_loop.decode`.
 
-        RuntimeError if a replayed step computes other logits than the decode loop's, or as a
-        compiler or PyTorch's capture raises it.
+        RuntimeError if a replayed step computes other logits than the decode loop; errors of the
+        compiler and of the capture propagate.
         """
         stops = Stops(self.policy, sampling.stop)
         decoder, logits_RV = prefill(prompts, sampling.max_completion_length)
@@ -113,7 +115,7 @@ class CUDAGraphRunner:
             start = end
 
     def _queue_steps(self, batch: _Batch, live: list[int]) -> None:
-        """Let the device compute the next tokens; the rows of the slots ``live`` have not ended."""
+        """Let the device draw tokens up to the next read. ``live``: slots of rows that go on."""
         if 1 < len(live) <= len(batch.rows) // 4:
             batch.keep(live)
         cache = batch.decoder.cache
@@ -150,10 +152,11 @@ class CUDAGraphRunner:
         return graph.replay
 
     def _check(self, batch: _Batch) -> None:
-        """Replay a step, and compute the same without graphs and :mod:`fast_paths`.
+        """Replay a step, and compare it with the loop's step, which nothing captures or compiles.
 
-        RuntimeError if logits differ by more than rounding (measured: the loop's step against the
-        model's own modules), or if other tokens or log-probs are recorded than these logits give.
+        RuntimeError if logits differ by more than rounding, or if other tokens or log-probs are
+        recorded than the replay's logits give. Rounding is measured as the difference between the
+        loop's step and the model's own modules.
         """
         decoder = batch.decoder
         num_own = decoder.cache.length
@@ -213,22 +216,22 @@ class _Batch:
         self.sampling = sampling
         self.fast_parts = fast_parts
         self.needs_check = False
-        """True if one step of each block is checked."""
+        """True if one of the steps between two reads is checked."""
         self.rows = rows
-        """With the tokens that the host has read."""
+        """Rows with the tokens that the host has read; a row's index is its slot."""
         self.last_1 = decoder.positions_R.new_tensor([-1])
-        """Index of the token drawn last, as the device counts. Its keys are not computed yet."""
+        """Index of the token drawn last, counted on the device. The KV cache lacks that token."""
         self.tokens_ST = decoder.positions_R.new_zeros(S, T)
         self.logprobs_ST = torch.zeros_like(self.tokens_ST, dtype=torch.float32)
         self.logits_SV: Tensor | None = None
-        """From which a step drew the last tokens."""
+        """Logits from which a step drew the last tokens."""
         self.cache: FixedWidthCache | None = None
         """The cache as :meth:`step` sees it."""
         self.replay: Callable[[], None] | None = None
-        """Computes what :meth:`step` computed when it was captured, with the tensors of then."""
+        """Repeats :meth:`step` as it was captured, on the tensors that it had then."""
 
     def step(self) -> None:
-        """Compute the logits behind the last token of every row, and draw the next."""
+        """Compute logits from the last token of every row, and draw the next token."""
         decoder = self.decoder
         token_S = self.tokens_ST.index_select(1, self.last_1).squeeze(1)
         with fast_paths.only(*self.fast_parts):
@@ -284,9 +287,9 @@ class _Batch:
 
 
 class FixedWidthCache(ForkedCache):
-    """A cache as captured steps see it, which attend to ``width`` own tokens.
+    """A KV cache for captured steps, which attend to ``width`` own tokens.
 
-    The device counts those that are computed, and masks the others.
+    The device counts the tokens that are computed, and masks the others.
     """
 
     def __init__(
@@ -295,7 +298,7 @@ class FixedWidthCache(ForkedCache):
         last_1: Tensor,
         width: int,
     ):
-        """Shares what ``cache`` holds; ``last_1``: index of the token that is being computed."""
+        """Share the tensors of ``cache``. ``last_1``: index of the token that is being computed."""
         vars(self).update(vars(cache))
         self.use_cpu_kernel = False
         self.last_1 = last_1

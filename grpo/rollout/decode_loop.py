@@ -1,10 +1,12 @@
-"""The decode loop with continuous batching: rows leave the batch when they end, and waiting rows take their places.
+"""The decode loop with continuous batching: waiting rows take the places of rows that have ended.
 
-With tools a row also leaves at the end of a turn, and comes back with the answer, which enters its KV cache by one
-forward pass. Answers are waited for when half of the rows in flight have left: which rows share a batch, and with it
-every bit, then depends on the tokens alone, not on how long a tool takes.
+With tools a row also leaves at the end of a turn, and comes back with the answer, which enters its
+KV cache by one forward pass. The loop waits for all answers when half of the rows in flight have
+left. Which rows share a batch, and with it every bit, then depends on the tokens alone, not on how
+long a tool takes.
 
-Shapes: ``R`` rows (completions), ``B`` rows in the batch, ``T`` most tokens of a completion, ``V`` vocabulary.
+Shapes: ``R`` rows (completions), ``B`` rows in the batch, ``T`` most tokens of a completion, ``V``
+vocabulary.
 """
 
 from __future__ import annotations
@@ -26,10 +28,11 @@ from grpo.rollout.prefill import Decoder, ForkedCacheDecoder, Prompts
 from grpo.rollout.stops import Stops
 
 MARGIN_SHARE = 8
-"""If rows join later, the KV cache has T/8 more slots per row, so that it is compacted less often."""
+"""T is divided by this for the margin of the KV cache if rows join later: with it, the cache is
+compacted less often."""
 
 Prefill = Callable[[Prompts, int], tuple[Decoder, Tensor]]
-"""From prompts and capacity, a decoder and the logits of each row's first token (:mod:`grpo.rollout.prefill`)."""
+"""A function of prompts and capacity: :func:`grpo.rollout.prefill.prefill` of a policy."""
 
 
 @dataclass(eq=False)
@@ -111,9 +114,11 @@ def decode(
 ) -> list[Row]:
     """Decode every row to its end, as many at once as ``tokens_in_flight`` allows.
 
-    Waiting rows start as soon as ended rows have freed memory for a whole group; in the cache of models that cannot be
-    packed, rows must start together: when all others have ended. ``uniforms_RT`` draw the tokens, on the policy's
-    device; None: greedy. ``on_tokens`` is called with the number of tokens drawn since its last call.
+    Waiting rows start as soon as ended rows have freed memory for a whole group. Models that cannot
+    be packed have a cache that rows cannot join: there they start when all others have ended.
+
+    ``uniforms_RT`` draw the tokens, on the policy's device; None: greedy. ``on_tokens`` is called
+    with the number of tokens drawn since its last call.
     """
     T = sampling.max_completion_length
     stops = Stops(policy, sampling.stop)
@@ -152,8 +157,9 @@ def decode(
         if not batch.live:
             continue
 
-        # Taking rows out copies the cache. A row that has drawn its last token of T must go: it has no further random
-        # number, and its next position may exceed the context.
+        # Taking rows out copies the cache, so it waits until an eighth has ended. A row that has
+        # drawn token T must go: it has no further random number, and its next position may exceed
+        # the context.
         num_ended = len(batch.rows) - len(batch.live)
         many = max(len(batch.rows) // 8, 1)
         if num_ended >= many or batch.decoder.is_full or max(batch.t) == T:
@@ -211,7 +217,7 @@ class _Batch:
         return token_B
 
     def end_rows(self, stops: Stops, T: int) -> list[int]:
-        """Take rows from the live ones if they end or have T tokens. Returns the places of those that end."""
+        """Take rows from the live ones if they end or have T tokens. Returns the places of ends."""
         live = []
         ended = []
         for b in self.live:
@@ -252,7 +258,8 @@ class _Batch:
 class _RowsAway:
     """The rows that have ended a turn and wait for an answer, with their keys and values.
 
-    In the cache of models that cannot be packed rows cannot join, so theirs are computed again with the answer.
+    Models that cannot be packed have a cache that rows cannot join. Their keys and values are
+    computed again, with the answer.
     """
 
     def __init__(self):
@@ -314,10 +321,11 @@ def num_admissible(
     sampling: SamplingParams,
     capacity: int,
 ) -> int:
-    """The number of waiting rows that may start beside those in flight, under ``tokens_in_flight`` tokens of KV cache.
+    """The number of waiting rows that may start beside those in flight.
 
-    Each row counts as many tokens as the longest prompt of all these rows plus ``capacity``. Only whole groups start.
-    If nothing is in flight and not even one group fits, a part of the group starts, and at least one row.
+    All together they have at most ``tokens_in_flight`` tokens of KV cache. Each row counts as many
+    as the longest prompt of all these rows plus ``capacity``. Only whole groups start. If nothing
+    is in flight and not even one group fits, a part of the group starts, and at least one row.
     """
     if sampling.tokens_in_flight is None:
         return len(waiting)

@@ -72,6 +72,7 @@ class BuiltinEngine:
         if cuda_graphs and fast_decode and policy.device.type == "cuda":
             self.graphs = CUDAGraphRunner(policy)
         if is_llama is not None:
+            # In place of the cached property below, which cannot test a model without weights.
             self._is_llama = is_llama
         self._prefill: Prefill | None = None
         """The prefill of the rollouts inside of :meth:`weights`."""
@@ -95,7 +96,7 @@ class BuiltinEngine:
         on_tokens: Callable[[int], None] | None = None,
         replies: Replies | None = None,
     ) -> list[Group]:
-        """See :meth:`grpo.rollout.interface.Engine.generate`.
+        """Sample completions, as :meth:`grpo.rollout.interface.Engine.generate` says.
 
         ValueError if the model computes NaN.
         """
@@ -131,29 +132,29 @@ class BuiltinEngine:
     def dry_run(self, prompts: Prompts, sampling: SamplingParams) -> None:
         """Allocate the most memory that decoding takes.
 
-        It prefills, computes one of the last tokens, and copies the KV cache.
+        That is a prefill, a decode step for one of the last tokens, and a copy of the KV cache.
         """
         T = sampling.max_completion_length
-        some_R = torch.zeros(len(prompts), device=self.policy.device)
+        zeros_R = torch.zeros(len(prompts), device=self.policy.device)
         with self.weights(), self.policy.inference():
             decoder, logits_RV = self._prefill(prompts, T)
             if T > 1:
                 decoder.skip_tokens(T - 2)
-                logits_RV = decoder.step(some_R.long())
+                logits_RV = decoder.step(zeros_R.long())
             # Attention over the skipped tokens, which are arbitrary memory, can give NaN: draw
             # from zeros.
-            draw(logits_RV.zero_(), some_R, sampling)
-            decoder.keep_rows(torch.arange(len(prompts), device=some_R.device))
+            draw(logits_RV.zero_(), zeros_R, sampling)
+            decoder.keep_rows(torch.arange(len(prompts), device=zeros_R.device))
 
     def close(self) -> None:
-        """Nothing is held outside this process."""
+        """Release nothing: the engine holds nothing outside this process."""
 
     @contextmanager
     def weights(self) -> Iterator[None]:
-        """The model computes from copies of its weights, made now.
+        """Inside the block the model computes from copies of its weights, made at its start.
 
-        That holds for all calls of :meth:`generate` inside the block, which else make them
-        themselves. Under FSDP this gathers the weights, so all ranks enter the block together.
+        :meth:`generate` enters such a block itself, unless it is called inside of one. Under FSDP
+        the weights are gathered, so all ranks enter the block together.
         """
         if self._prefill is not None:
             yield
@@ -174,10 +175,10 @@ class BuiltinEngine:
             self._prefill = None
 
     def _replay(self, prompts: Prompts, *inputs) -> list[Row] | None:
-        """:func:`decode` by CUDA graphs; None if the loop is to decode.
+        """Decode a wave of rows by CUDA graphs. None if the loop is to decode it.
 
-        It decodes a single row, because compilers make another variant for the size 1, and all
-        rows if graphs fail. Graphs that fail with compiled steps are tried without them first.
+        The loop decodes a single row, for which the compiler would make another variant, and all
+        rows once graphs have failed. Graphs that fail with compiled steps are first tried without.
         """
         while self.graphs is not None and len(prompts) > 1:
             try:

@@ -9,14 +9,15 @@ from grpo.algorithm.logprobs import LOGITS_PER_CHUNK_ON_CUDA, CompletionScorer, 
 from grpo.attention import fast_paths
 from grpo.distributed import World
 from grpo.model import Policy
+from grpo.system import first_line
 
 WIDTH = 64
-"""Hidden size of the random head. What is compiled sees logits alone."""
+"""Hidden size of the random head. It may be small, since compiled functions read logits alone."""
 TOLERANCE = {"fp32": 1e-4, "bf16": 2**-7}
-"""Most root mean square of the differences, in standard deviations of the plain values.
+"""Bounds of the root mean square of the differences, in standard deviations of the plain values.
 
-A gradient in bf16 may be rounded to the neighbour of the plain one, at most 2^-7 of it away. In
-fp32 the sums over the vocabulary are added up in another order.
+A compiled gradient in bf16 may be rounded to the neighbour of the plain one, which is at most 2^-7
+of it away. In fp32 the compiler adds up probabilities of the vocabulary in another order.
 """
 
 
@@ -26,9 +27,9 @@ def prove_update(
     scorer: CompletionScorer,
     tokens_per_microbatch: int,
 ) -> list[str]:
-    """Switch on compiled log-probs if they are right on all ranks; else a line says why not.
+    """Switch on compiled log-probs if they are right on all ranks, which call this together.
 
-    All ranks call it together.
+    Returns lines for the log: why compiled log-probs stay off, if they do.
     """
     if not fast_paths.may_use(world.device) or not scorer.plain_head:
         return []
@@ -38,8 +39,7 @@ def prove_update(
         is_right = True
     except Exception as error:  # of a compiler that is not ours; or memory runs out
         is_right = False
-        message = str(error).strip() or type(error).__name__
-        reason = message.splitlines()[0]
+        reason = first_line(error)
     if world.all_true(is_right):
         fast_paths.switch_on(fast_paths.SCORES)
         return []
@@ -49,8 +49,8 @@ def prove_update(
 def _compare(policy: Policy, scorer: CompletionScorer, tokens_per_microbatch: int) -> None:
     """Score random hidden states with a random head; ArithmeticError if compiled results differ.
 
-    Vocabulary, precision and numbers of tokens are the run's: those of a chunk, and, where a
-    micro-batch has more, those of several chunks.
+    Vocabulary and precision are the run's. The numbers of tokens are those of one chunk and of
+    several, unless the run's micro-batches have fewer.
     """
     weight = scorer.model.get_output_embeddings().weight
     head = nn.utils.skip_init(
@@ -64,8 +64,9 @@ def _compare(policy: Policy, scorer: CompletionScorer, tokens_per_microbatch: in
     generator = torch.Generator(policy.device).manual_seed(0)
     nn.init.normal_(head.weight, std=2 / WIDTH**0.5, generator=generator)
     chunk = LOGITS_PER_CHUNK_ON_CUDA // head.out_features
-    for most in (chunk, 3 * chunk):
-        tokens = max(min(most, tokens_per_microbatch), 2)
+    for tokens in (chunk, 3 * chunk):
+        tokens = min(tokens, tokens_per_microbatch)
+        tokens = max(tokens, 2)  # a single token is never compiled
         hidden_NH = torch.randn(
             (tokens, WIDTH),
             generator=generator,
@@ -96,7 +97,7 @@ def _results(
     labels_N: Tensor,
     temperature: float,
 ) -> list[Tensor]:
-    """Log-probs, entropies, and the gradients of hidden states and head."""
+    """Compute log-probs, entropies, and the gradients of hidden states and head, all in fp64."""
     hidden_NH = hidden_NH.clone().requires_grad_()
     with policy.autocast():
         logprobs_N, entropies_N = score_hidden(head, hidden_NH, labels_N, None, temperature)
