@@ -6,13 +6,14 @@
     python benchmarks/gpu.py --device cpu --shape small           tries the command itself
 
 It needs torch, transformers and numpy, and no network. Checks that start the trainer also need the
-wheels of pydantic, pydantic-core, annotated-types, typing-inspection, cloudpickle and pyarrow; TRL's
-step needs trl. What is missing is left out, and the results say so.
+wheels of pydantic, pydantic-core, annotated-types, typing-inspection, cloudpickle and pyarrow;
+TRL's step needs trl. Parts whose packages are missing are left out, and the results say so.
 
 The model has the shape of Qwen2.5-0.5B and random weights. Each figure or check runs in a fork of
-this process, which never uses the GPU: a crash or hang stops no other. Figures have the machine for
-themselves; checks, which wait for the CPU, run beside each other. ``benchmarks/results/gpu.md`` and
-``gpu.json`` are written after each. The exit code is 0 only if every check passed.
+this process, which itself never uses the GPU, so that a crash or hang stops no other. Figures have
+the machine for themselves; checks, which wait for the CPU, run beside each other. After each,
+``benchmarks/results/gpu.md`` and ``gpu.json`` are written. The exit code is 0 only if every figure
+and check passed; TRL's step does not count.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from functools import partial
 from pathlib import Path
 from unittest import SkipTest
 
-# With it PyTorch asks the driver for GPUs without initialising CUDA, after which no fork has any.
+# Forks cannot use a GPU once their parent has initialised CUDA. With this variable PyTorch counts
+# the GPUs without initialising it.
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 
 import gpu_checks as checks
@@ -41,9 +43,9 @@ from common import RESULTS, parser
 from gpu_step import SIZES, Bench, forked
 
 SECONDS = 530
-"""What has not ended by then is stopped."""
+"""Seconds of the whole command. A figure or check that has not ended by then is stopped."""
 LIMIT_S = 240
-"""So is what has not ended after this time."""
+"""Most seconds of a figure, and of all checks together."""
 
 FIGURES = {
     "machine": (figures.machine,),
@@ -85,18 +87,26 @@ def run_here(name: str, bench: Bench) -> None:
         result = f"failed: {traceback.format_exc()}"
     row = {"result": result, "seconds": time.monotonic() - begun}
     (bench.scratch / f"{name}.json").write_text(json.dumps(row | found))
-    os._exit(0)  # without waiting for processes that it has left
+    os._exit(0)  # without waiting for processes that the function has left
 
 
 def run_apart(names: list[str], bench: Bench, end: float) -> Iterator[dict]:
-    """Run these side by side, each in a fork. Those that have not ended by then are stopped."""
+    """Run these side by side, each in a fork, and yield their results.
+
+    Those that have not ended at the time ``end`` are stopped.
+    """
     processes = []
     for name in names:
         run = partial(run_here, name, bench)
-        processes.append(forked(run, bench.scratch / f"{name}.log"))
+        log = bench.scratch / f"{name}.log"
+        processes.append(forked(run, log))
     for name, process in zip(names, processes, strict=True):
-        process.join(max(end - time.monotonic(), 0))
-        row = {"name": name, "result": f"failed: exit status {process.exitcode}"}
+        left = end - time.monotonic()
+        process.join(max(left, 0))
+        row = {
+            "name": name,
+            "result": f"failed: exit status {process.exitcode}",
+        }
         if process.exitcode is None:
             row["result"] = "not run: not done in time"
         elif process.exitcode == 0:
@@ -140,8 +150,10 @@ def main(argv: list[str]) -> int:
             for name in batch:
                 if not a.only or name in ("machine", *a.only):
                     names.append(name)
-            for row in run_apart(names, bench, min(time.monotonic() + LIMIT_S, end)):
+            end_of_batch = min(time.monotonic() + LIMIT_S, end)
+            for row in run_apart(names, bench, end_of_batch):
                 rows.append(row)
+                # A part of the results must not replace those of a whole call.
                 write(rows, a.output / ("gpu_part" if a.only else "gpu"))
     return int(any(row["result"] != "passed" and row["name"] != "trl" for row in rows))
 

@@ -1,6 +1,7 @@
 """Checks of ``gpu.py``: CUDA graphs beside the decode loop, and short runs of the trainer.
 
-Each has a process of its own, and so may replace functions for good.
+The docstring of a check's function is its criterion. Each check has a process of its own, and so
+may replace functions for good.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ if not MISSING:
 REWARD = "{name: tag_groups, args: {pattern: (1)|(2)|(3)|(4)|(5)|(6)|(7)|(8)|(9), max_value: 1.0}}"
 COMPARED = ("reward", "num_tokens", "loss", "kl", "grad_norm")
 LIMITS = {"fp32": (0.9, 1e-3), "bf16": (0.3, 0.5)}
-"""Least share of equal tokens and most distance of log-probs: rounding decides most bf16 rows."""
+"""Least share of equal tokens, most distance of log-probs. In bf16 rounding changes most rows."""
 
 
 def agreement(groups: list[Group], others: list[Group]) -> tuple[float, float]:
-    """The share of tokens before each row's first other one, and how far their log-probs are."""
+    """The share of tokens before a row's first difference, and the mean distance of log-probs."""
     tokens = 0
     equal = 0
     distance = 0.0

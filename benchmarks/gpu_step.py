@@ -1,6 +1,7 @@
 """Figures of ``gpu.py``: the machine, log-probs and gradients against fp64, whole GRPO steps.
 
-Each figure has a process of its own, and so may replace functions for good.
+The docstring of a figure's function says what is measured, and when the figure fails. Each figure
+has a process of its own, and so may replace functions for good.
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ class Bench:
 
 
 def machine(bench: Bench) -> dict:
-    """random models are written for all that follows"""
+    """speed of a matrix product and of a copy; writes the random models of all other parts"""
     found = {
         "TFLOP/s of a product": matmul_rate(bench.device, "bf16") / 1e12,
         "TB/s of a copy": copy_bandwidth(bench.device) / 1e12,
@@ -179,8 +180,8 @@ def reference(policy: Policy, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def exact(bench: Bench) -> dict:
-    """mean distance of log-probs (nats) and relative one of gradients from fp64: at most 1e-3 in
-    fp32 and 0.6 in bf16, and of packed rows at most 1.5 times that of padded ones"""
+    """mean error of log-probs (nats) and relative error of gradients, by fp64: at most 1e-3 in fp32
+    and 0.6 in bf16, and for packed rows at most 1.5 times the error for padded ones"""
     policy, scorer, said = packed(bench)
     # Rows end at many lengths.
     policy.eos_ids = tuple(range(2, policy.model.config.vocab_size, 100))
@@ -218,7 +219,7 @@ def exact(bench: Bench) -> dict:
 
 
 def compilations() -> Counter:
-    """The number of each function."""
+    """The number of compilations of each function so far."""
     return Counter(one.co_name for one in dynamo.get_compilation_metrics() if one.co_name)
 
 
@@ -291,7 +292,7 @@ def step(bench: Bench, graphs: bool, proves: bool) -> dict:
 
     rng = torch.Generator().manual_seed(0)
     engine.lengths_UG = torch.randint(T // 4, T + 1, (P, GROUP), generator=rng)
-    # Plain code takes 13 s a step.
+    # One repeat is enough for plain code, which takes 13 s a step.
     found = measured(repeats=3 if graphs else 1)
     if proves:
         engine.lengths_UG.fill_(T)
