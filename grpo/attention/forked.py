@@ -2,8 +2,9 @@
 
 A decode step spends its time on reading keys and values. Those of a prompt are in memory once, and
 the queries of all its completions are multiplied with them in one product. The keys and values of
-the completions' own tokens are in a second buffer. All have the dtype of the attention products, so
-that autocast does not cast them at every token.
+the completions' own tokens are in a second buffer, where the last tokens of all rows stand at the
+same index; rows that joined later start at a later one. All have the dtype of the attention
+products, so that autocast does not cast them at every token.
 
 Shapes: ``U`` prompts, ``P`` longest prompt, ``R`` rows (completions) being decoded, ``J`` most rows
 of one prompt, ``C`` own tokens so far, ``H`` query heads, ``K`` key heads, ``D`` head size,
@@ -97,11 +98,11 @@ class ForkedCache:
 
     @property
     def is_full(self) -> bool:
-        """True if the next token has no place until :meth:`keep_rows` drops the first rows."""
+        """True if the next token has no place until :meth:`keep_rows` drops the oldest rows."""
         return self.length == self.capacity
 
     def keep_rows(self, rows: Tensor) -> None:
-        """Drop all rows but these, and prompts and buffer indices that only others have."""
+        """Keep these rows alone, their prompts, and the buffer indices that any of them uses."""
         start_R = self.start_R[rows]
         first = int(start_R.min())
         end = self.length
@@ -185,7 +186,7 @@ class ForkedCache:
 
     def begin_tokens(self, new_R: Tensor) -> None:
         """Advance by ``new_R[r]`` tokens of row r, which come together, padded on the left."""
-        # The tokens of each row move to the right, so that its new ones end where all rows end.
+        # The tokens of each row move, so that the new ones of all rows end at the same index.
         end_R = self.length - self.start_R + new_R
         end = int(end_R.max())
         shift_R = end - new_R - self.length

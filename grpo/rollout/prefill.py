@@ -1,8 +1,10 @@
-"""The prefill, and two decoders that continue from it one token at a time: :class:`ForkedCacheDecoder`, with a prompt's
-keys and values in memory once, for models that can be packed, and :class:`DynamicCacheDecoder` for others.
+"""The prefill, and two decoders that continue from it one token at a time.
 
-Shapes: ``U`` distinct prompts, ``R`` rows (completions) being decoded, ``N`` new tokens of a row, ``K`` tokens of a
-row so far, ``V`` vocabulary.
+:class:`ForkedCacheDecoder`, with a prompt's keys and values in memory once, is for models that can
+be packed, :class:`DynamicCacheDecoder` for others.
+
+Shapes: ``U`` distinct prompts, ``R`` rows (completions) being decoded, ``N`` new tokens of a row,
+``K`` tokens of a row so far, ``V`` vocabulary.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from grpo.model import Policy
 from grpo.rollout.llama_decoder import LlamaDecoder
 
 Prompts = Sequence[tuple[int, ...]]
-"""Token ids; of rows: one prompt for each, rows of one group being neighbours."""
+"""Token ids of prompts. Where each row has one, rows of one group are neighbours."""
 
 
 def prefill(
@@ -42,8 +44,9 @@ def prefill(
 ) -> tuple[Decoder, Tensor]:
     """Compute the prompt of each row, once for neighbouring rows with equal prompts.
 
-    ``llama_decoder`` computes decode steps; None: the model's own modules do. ``capacity`` is the room for own tokens
-    in the cache. Returns a decoder, and logits ``[R, V]`` of each row's first token.
+    ``llama_decoder`` computes decode steps; None: the model's own modules do. ``capacity`` is the
+    most own tokens of a row in the cache. Returns a decoder, and logits ``[R, V]`` of each row's
+    first token.
     """
     distinct = []
     prompt_of_row = []
@@ -137,14 +140,15 @@ class ForkedCacheDecoder:
         self.positions_R = torch.cat([self.positions_R, other.positions_R])
 
     def skip_tokens(self, count: int) -> None:
-        """Advance by ``count`` arbitrary tokens, so that the next token takes as much memory as a late one."""
+        """Advance by ``count`` arbitrary tokens: the next takes as much memory as a late one."""
         self.cache.length += count
 
 
 class DynamicCacheDecoder:
-    """Decodes with transformers' ``DynamicCache``: every row has its own copy of its prompt. For every model.
+    """Decodes with transformers' ``DynamicCache``, in which every row has a copy of its prompt.
 
-    Prompts are padded on the left, so that all rows continue at the same index. Rows cannot be added later.
+    It decodes every model. Prompts are padded on the left, so that all rows continue at the same
+    index. Rows cannot be added later.
     """
 
     is_full = False
@@ -183,7 +187,7 @@ class DynamicCacheDecoder:
         self.padding_R = self.padding_R[rows]
 
     def skip_tokens(self, count: int) -> None:
-        """As :meth:`ForkedCacheDecoder.skip_tokens`, if all layers have full attention; otherwise nothing happens."""
+        """As :meth:`ForkedCacheDecoder.skip_tokens`, if all layers have full attention."""
         layers = self.cache.layers
         if all(isinstance(layer, _PreallocatedLayer) for layer in layers):
             self.length += count
@@ -215,7 +219,8 @@ Decoder = ForkedCacheDecoder | DynamicCacheDecoder
 class _PreallocatedLayer(DynamicLayer):
     """A full-attention cache layer with buffers allocated once.
 
-    Transformers' own layer concatenates at every token, which takes a sixth of a rollout in fp32 and a third in bf16.
+    Transformers' own layer concatenates at every token, which takes a sixth of a rollout in fp32
+    and a third in bf16.
     """
 
     def __init__(self, capacity: int):
@@ -246,7 +251,7 @@ class _PreallocatedLayer(DynamicLayer):
         dtype = states.dtype
         kind = states.device.type
         if torch.is_autocast_enabled(kind):
-            # Rotary embeddings leave fp32 keys, and attention would cast all of them again at every token.
+            # Rotary embeddings leave fp32 keys, all of which attention would cast at every token.
             dtype = torch.get_autocast_dtype(kind)
         R, H, _, D = states.shape
         return states.new_empty(R, H, self.capacity, D, dtype=dtype)
