@@ -1,4 +1,4 @@
-"""The interface of an engine: what the loop, the evaluation and the chat know of what samples completions."""
+"""The interface of an engine, as the loop, the evaluation and the chat call it."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from grpo.rollout.draw import SamplingParams
 from grpo.rollout.stops import Stops
 
 Replies = Callable[[int, Sequence[int]], "Future[Sequence[int] | None]"]
-"""Called with the number of a row (completion g of problem p is row ``p * num_generations + g``) and the tokens of the
-turn that it has ended. The result: the tokens that follow, or None if the completion ends with this turn. The answer
-leaves room for a token after it."""
+"""A function that answers a turn, of the number of the row and the tokens of the turn.
 
+Completion g of problem p is row ``p * num_generations + g``. The result is the tokens that follow,
+after which the completion has room for one token more, or None if it ends with this turn.
+"""
 
 ROWS_PER_CALL = 256
 """Completions of one call in an evaluation, for most engines."""
@@ -34,7 +35,10 @@ class Engine(Protocol):
     """Most completions that an evaluation asks for in one call of :meth:`generate`."""
 
     def weights(self) -> AbstractContextManager[None]:
-        """Inside the block, :meth:`generate` samples from the weights of its start. All ranks enter it together."""
+        """Inside the block, :meth:`generate` samples from the weights at its start.
+
+        All ranks enter the block together.
+        """
 
     def generate(
         self,
@@ -48,10 +52,13 @@ class Engine(Protocol):
         """Sample ``num_generations`` completions of each problem; one group per problem, in order.
 
         Args:
-            problems: this rank's problems; of each, ``prompt_ids`` is read, and ``index`` as a part of its seeds.
-            seed_key: ``(seed, purpose, step)``. Completion g of a problem has the random seed ``derive_seed(seed,
-                purpose, step, problem.index, g)``, which with the weights determines it in the built-in engine.
-            on_tokens: called with the number of tokens drawn since the last call, for progress bars.
+            problems: this rank's problems; of each, ``prompt_ids`` is read, and ``index`` as a part
+                of its seeds.
+            seed_key: ``(seed, purpose, step)``. Completion g of a problem has the random seed
+                ``derive_seed(seed, purpose, step, problem.index, g)``. In the built-in engine, seed
+                and weights determine the completion.
+            on_tokens: called with the number of tokens drawn since the last call, for progress
+                bars.
             replies: answers each turn of a completion; None: a completion is one turn.
         """
 
@@ -65,7 +72,7 @@ def engine_with_weights(
     world: World,
     seconds: dict[str, float] | None = None,
 ) -> Iterator[None]:
-    """:meth:`Engine.weights` on all ranks, which raise together if one runs out of memory, for example.
+    """:meth:`Engine.weights` on all ranks, which raise together if one fails.
 
     With ``seconds``, the time to copy or gather the weights is added to that of the rollout.
     """
