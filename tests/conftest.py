@@ -186,3 +186,12 @@ def small_run(model: Path, output: Path) -> list[str]:
         "rollout.prompts_per_step=6", "rollout.num_generations=4", "rollout.max_completion_length=12",
         "optim.learning_rate=1e-3", "optim.max_steps=5", "runtime.precision=fp32", "runtime.threads_per_rank=1",
     ]  # fmt: skip
+
+
+@pytest.fixture
+def new_memory_is_nan():
+    """What ``torch.empty`` returns is NaN, so that reading it before it is written shows."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)

@@ -52,7 +52,11 @@ class ForkedCache:
         self.prompts: dict[int, tuple[Tensor, Tensor]] = {}
         """Keys and values of the prompts, ``[U, K, P, D]``, by layer."""
         self.own: dict[int, tuple[Tensor, Tensor]] = {}
-        """Keys and values of the own tokens, ``[R, K, capacity, D]``, by layer."""
+        """Keys and values of the own tokens, ``[R, K, capacity, D]``, by layer.
+
+        From index ``length`` on nothing has been written: filling that would take longer than most
+        of what happens when rows leave and join.
+        """
         self.dtype = torch.float32
         """Dtype of keys, values and their products."""
         self.use_cpu_kernel = torch.device(device).type == "cpu"
@@ -84,8 +88,7 @@ class ForkedCache:
 
         def buffer(prompts_UKPD: Tensor) -> Tensor:
             _, K, _, D = prompts_UKPD.shape
-            # A masked value is multiplied by 0, which gives NaN where memory holds NaN.
-            return prompts_UKPD.new_zeros(
+            return prompts_UKPD.new_empty(
                 R,
                 K,
                 self.capacity,
@@ -108,14 +111,7 @@ class ForkedCache:
         end = self.length
         self.start_R = start_R - first
         self.length = end - first
-
-        def kept(buffer: Tensor) -> Tensor:
-            # The tokens move to the front.
-            kept_rows = buffer.new_zeros(len(rows), *buffer.shape[1:])
-            kept_rows[:, :, : end - first] = buffer[rows, :, first:end]
-            return kept_rows
-
-        _replace(self.own, kept)
+        _replace(self.own, lambda buffer: select_rows(buffer, rows, first, end))
 
         prompt_R = self.prompt_R[rows]
         kept_U, self.prompt_R = prompt_R.unique(return_inverse=True)
@@ -163,7 +159,10 @@ class ForkedCache:
         def joined_own(ours: Tensor, theirs: Tensor) -> Tensor:
             R = len(ours)
             num_rows = R + len(theirs)
-            joined = ours.new_zeros(num_rows, *ours.shape[1:])
+            joined = ours.new_empty(num_rows, *ours.shape[1:])
+            # A masked value is multiplied by 0, which gives NaN where memory holds NaN.
+            joined[:R, :, :shift] = 0
+            joined[R:, :, :other_shift] = 0
             joined[:R, :, shift:length] = ours[:, :, : self.length]
             joined[R:, :, other_shift:length] = theirs[:, :, : other.length]
             return joined
@@ -190,23 +189,23 @@ class ForkedCache:
         end_R = self.length - self.start_R + new_R
         end = int(end_R.max())
         shift_R = end - new_R - self.length
-        index_C = torch.arange(self.capacity, device=new_R.device)
+        index_C = torch.arange(end, device=new_R.device)
         source_RC = index_C - shift_R[:, None]
         source_RC = source_RC.clamp(0, self.capacity - 1)
         source_R1C1 = source_RC[:, None, :, None]
-
-        def moved(x_RKCD: Tensor) -> Tensor:
-            _, K, _, D = x_RKCD.shape
-            source_RKCD = source_R1C1.expand(-1, K, -1, D)
-            return x_RKCD.gather(2, source_RKCD)
-
-        _replace(self.own, moved)
+        for buffers in self.own.values():
+            for buffer in buffers:
+                used = buffer[:, :, :end]
+                if self.length:
+                    source_RKCD = source_R1C1.expand_as(used)
+                    used.copy_(buffer.gather(2, source_RKCD))
+                else:
+                    used.zero_()
         self.start_R = self.start_R + shift_R
         self.starts_differ = bool(self.start_R.any())
         self.length = end
 
         N = int(new_R.max())
-        index_C = index_C[:end]
         index_N = index_C[-N:]
         first_new_R = end - new_R
         self.is_new_RN = index_N >= first_new_R[:, None]
@@ -457,6 +456,13 @@ def additive_mask(is_masked_RN: Tensor, dtype: torch.dtype) -> Tensor:
     mask_RN = torch.zeros_like(is_masked_RN, dtype=dtype)
     mask_RN.masked_fill_(is_masked_RN, -torch.inf)
     return mask_RN[:, None, None]
+
+
+def select_rows(buffer: Tensor, rows: Tensor, first: int, end: int) -> Tensor:
+    """Rows of a buffer ``[R, K, capacity, D]``, their tokens ``first`` to ``end`` at the front."""
+    chosen = buffer.new_empty(len(rows), *buffer.shape[1:])
+    chosen[:, :, : end - first] = buffer[rows, :, first:end]
+    return chosen
 
 
 def _with_length(x_UKPD: Tensor, P: int) -> Tensor:

@@ -304,6 +304,10 @@ class FixedWidthCache(ForkedCache):
         self.last_1 = last_1
         self.index_C = torch.arange(width, device=last_1.device)
         self.length = width
+        # What is masked counts 0 times its value, and memory without tokens may hold NaN.
+        for buffers in self.own.values():
+            for buffer in buffers:
+                buffer[:, :, cache.length : width] = 0
 
     def begin_token(self) -> None:
         is_later_C = self.index_C > self.last_1

@@ -29,6 +29,7 @@ from grpo.attention import (
     packed_hidden,
     packing_enabled,
 )
+from grpo.attention.forked import select_rows
 from grpo.model import Policy
 from grpo.rollout.llama_decoder import LlamaDecoder
 
@@ -246,6 +247,11 @@ class _PreallocatedLayer(DynamicLayer):
         keys = self.keys[:, :, : self.length]
         values = self.values[:, :, : self.length]
         return keys, values
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Keep these rows. Transformers' own method would copy the indices without tokens, too."""
+        self.keys = select_rows(self.keys, beam_idx, 0, self.length)
+        self.values = select_rows(self.values, beam_idx, 0, self.length)
 
     def _buffer(self, states: Tensor) -> Tensor:
         dtype = states.dtype

@@ -6,11 +6,19 @@ from architectures import CAN, SIZES, build
 from conftest import load
 
 from grpo.algorithm.batch import Problem
-from grpo.attention import ForkedCache, enable_packing, forked_hidden, pack_prompts, packed_hidden
+from grpo.attention import (
+    ForkedCache,
+    enable_packing,
+    forked_hidden,
+    pack_prompts,
+    packed_hidden,
+    packing_enabled,
+)
 from grpo.model import Policy
 from grpo.rollout import BuiltinEngine, SamplingParams
 from grpo.rollout.check import matches_model
 from grpo.rollout.llama_decoder import LlamaDecoder, has_llama_layers
+from grpo.rollout.prefill import prefill
 from grpo.rollout.weights import copied_weights
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
@@ -107,3 +115,29 @@ def test_fast_decode_changes_rounding_alone(random_model, precision, tolerance, 
     assert len(same) == len(pairs) if precision == "fp32" else len(same) > len(pairs) // 2
     for a, b in same:
         assert a.sampling_logprobs == pytest.approx(b.sampling_logprobs, abs=tolerance)
+
+
+@torch.no_grad()
+def test_rows_leave_join_and_go_on_without_writing_behind_their_last_token(policy, new_memory_is_nan):
+    """A KV cache is as wide as the longest completion, of which a row may have few tokens."""
+    prompts = [(5, 6, 7), (5, 6, 7), (8, 9)]
+    decoder, _ = prefill(policy, None, prompts, capacity=50)
+    decoder.step(torch.tensor([3, 4, 5]))
+    if packing_enabled(policy.model):
+        others = decoder.split(torch.tensor([0, 2]))
+        decoder.add_rows(others)
+        decoder.extend([[6, 7], [8], [9, 10, 11], [12], [13]])
+        buffers = [x for pair in decoder.cache.own.values() for x in pair]
+        width, used = 50, 1 + 3
+        assert decoder.cache.length == used
+    else:
+        width, used = 3 + 50, 3 + 1
+        for layer in decoder.cache.layers:
+            layer.keys[:, :, used:] = 1.0
+            layer.values[:, :, used:] = 1.0
+        decoder.keep_rows(torch.tensor([0, 2]))
+        buffers = [x for layer in decoder.cache.layers for x in (layer.keys, layer.values)]
+    for buffer in buffers:
+        assert buffer.shape[2] == width
+        assert buffer[:, :, :used].isfinite().all()
+        assert buffer[:, :, used:].isnan().all()

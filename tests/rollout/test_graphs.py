@@ -60,6 +60,15 @@ def test_tokens_are_those_of_the_loop(random_model, changes):
     assert engine.graphs.verified == ({sampling.is_greedy} if enough else set())
 
 
+def test_steps_read_nothing_that_is_not_written(random_model, monkeypatch, new_memory_is_nan):
+    """Also where rows have left, and where the width has grown: they are captured anew then."""
+    monkeypatch.setattr(graphs_module, "OWN_BUCKET", 16)
+    loop, engine = engines(random_model)
+    problems = problems_of(loop.policy, *TEXTS)
+    found = engine.generate(problems, SAMPLING, seed_key=SEED_KEY)
+    assert ids(found) == ids(loop.generate(problems, SAMPLING, seed_key=SEED_KEY))
+
+
 @pytest.mark.parametrize("every", [1, 3, 1000])
 @pytest.mark.parametrize("width", [1, 16])
 def test_tokens_do_not_depend_on_when_the_host_reads_which_rows_ended(random_model, monkeypatch, every, width):

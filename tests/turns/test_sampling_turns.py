@@ -99,6 +99,13 @@ def test_every_kind_of_cache_goes_on_after_an_answer(name):
     check_scores(policy, groups)
 
 
+def test_nothing_is_read_before_it_is_written(policy, new_memory_is_nan):
+    """Most turns end with their first token, before the cache has any."""
+    policy = replace(policy, eos_ids=tuple(range(3, len(policy.tokenizer))))
+    _, answers = sample(policy, problems_of(policy, *TEXTS))  # the engine refuses NaN
+    assert max(len(turns) for turns in answers.turns.values()) == 3
+
+
 class _Letters:
     """A tokenizer for models without one."""
 
