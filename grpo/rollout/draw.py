@@ -87,7 +87,8 @@ def draw_and_record(
         logit_R = logits_RV.gather(1, token_R[:, None]).squeeze(1)
         return token_R, 0.0 * logit_R, None
 
-    logits_RV = logits_RV / sampling.temperature
+    if sampling.temperature != 1.0:  # a pass over all logits
+        logits_RV = logits_RV / sampling.temperature
     highest_R1 = logits_RV.amax(dim=-1, keepdim=True)
     logits_RV = logits_RV - highest_R1
     weights_RV = logits_RV.exp()
