@@ -263,8 +263,7 @@ def _score(logits_NV: Tensor, labels_N: Tensor, temperature: float) -> tuple[Ten
     """Log-probs, entropies and log-normalizers, ``[N]`` each, in fp32 or wider."""
     scaled_NV = _divide_by_temperature(logits_NV, temperature)
     normalizers_N = scaled_NV.logsumexp(dim=-1)
-    label_logits_N1 = scaled_NV.gather(1, labels_N[:, None])
-    logprobs_N = label_logits_N1[:, 0] - normalizers_N
+    logprobs_N = scaled_NV.gather(1, labels_N[:, None])[:, 0] - normalizers_N
     if scaled_NV is logits_NV:  # the backward pass reads these logits: only the probabilities are of this size, too
         probs_NV = (scaled_NV - normalizers_N[:, None]).exp_()
         entropies_N = (normalizers_N - torch.linalg.vecdot(probs_NV, scaled_NV)).clamp(min=0)
@@ -288,12 +287,9 @@ def _logits_gradient(logits_NV, labels_N, normalizers_N, grad_N, temperature: fl
 @fast_paths.compiled(fast_paths.SCORES)
 def _compiled_gradient(logits_NV, labels_N, normalizers_N, grad_N, temperature) -> Tensor:
     """:func:`_logits_gradient` in a form that compiles to one kernel: it reads and writes each logit once."""
-    scaled_NV = _divide_by_temperature(logits_NV, temperature)
-    logprobs_NV = scaled_NV - normalizers_N[:, None]
-    index_V = torch.arange(logits_NV.shape[1], device=logits_NV.device)
-    is_label_NV = index_V == labels_N[:, None]
-    grad_N = grad_N / temperature
-    grad_NV = (is_label_NV.float() - logprobs_NV.exp()) * grad_N[:, None]
+    logprobs_NV = _divide_by_temperature(logits_NV, temperature) - normalizers_N[:, None]
+    is_label_NV = torch.arange(logits_NV.shape[1], device=logits_NV.device) == labels_N[:, None]
+    grad_NV = (is_label_NV.float() - logprobs_NV.exp()) * (grad_N / temperature)[:, None]
     return grad_NV.to(logits_NV.dtype)
 
 
