@@ -25,7 +25,7 @@ import torch
 import torch._dynamo.utils as dynamo
 import torch._inductor.compile_fx  # here, once for all forks
 from random_model import save_random_model
-from rollout import EOS, SHAPES, ForcedLengths, copy_bandwidth, forced_draw
+from rollout import EOS, SHAPES, ForcedLengths, forced_draw
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from update import flops, matmul_rate
@@ -115,11 +115,8 @@ class Bench:
 
 
 def machine(bench: Bench) -> dict:
-    """speed of a matrix product and of a copy; writes the random models of all other parts"""
-    found = {
-        "TFLOP/s of a product": matmul_rate(bench.device, "bf16") / 1e12,
-        "TB/s of a copy": copy_bandwidth(bench.device) / 1e12,
-    }
+    """speed of a matrix product; writes the random models of all other parts"""
+    found = {"TFLOP/s of a product": matmul_rate(bench.device, "bf16") / 1e12}
     if bench.device.type == "cuda":
         found["GPU"] = torch.cuda.get_device_properties(bench.device).name
     for shape in {"small", bench.shape}:
