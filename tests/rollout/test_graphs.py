@@ -220,6 +220,7 @@ def test_steps_whose_compilation_fails_are_captured_without(random_model, monkey
     assert not compiled, "without graphs nothing is compiled"
 
 
+@pytest.mark.slow
 def test_steps_are_compiled_in_the_first_rollout_alone(random_model, monkeypatch):
     """Whatever the number of rows and prompts, the lengths and the kind of sampling of those that follow."""
     compiled = []
