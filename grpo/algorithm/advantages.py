@@ -1,8 +1,6 @@
 """Advantages from rewards. Pure functions. Shapes: ``P`` problems, ``G`` completions each, ``F`` reward functions."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -17,37 +15,20 @@ CANCELLED = 1e-5
 """In ``normalize_then_sum`` a sum below this share of its terms' absolute values is a rounding error, counted as 0."""
 
 
-@dataclass(frozen=True)
-class Scores:
-    """The values of all reward functions for the completions of a step, and their rewards and advantages."""
+def values_compared(
+    values_PGF: Tensor,
+    weights: Sequence[float],
+    multi_objective_aggregation: MultiObjectiveAggregation = "sum_then_normalize",
+) -> Tensor:
+    """The numbers whose differences within a group give advantages.
 
-    values_PGF: Tensor
-    """``[P, G, F]`` fp32; NaN where a function could not score a completion."""
-    weights: Sequence[float]
-    """``[F]`` of the functions."""
-    multi_objective_aggregation: MultiObjectiveAggregation = "sum_then_normalize"
-    own_advantages: OwnAdvantages | None = None
-
-    @cached_property
-    def rewards_PG(self) -> Tensor:
-        """``[P, G]`` the reward of each completion, the :func:`weighted_sum` of its values."""
-        return weighted_sum(self.values_PGF, self.weights)
-
-    @property
-    def compared(self) -> Tensor:
-        """The numbers that are compared within a group: rewards ``[P, G]``; with ``normalize_then_sum`` the values
-        ``[P, G, F]`` of each function with a weight."""
-        if self.multi_objective_aggregation == "normalize_then_sum":
-            return self.values_PGF[..., torch.tensor(self.weights) != 0]
-        return self.rewards_PG
-
-    def advantages(self, *, baseline: Baseline = "mean", scale: Scale = "group", eps: float = 1e-4) -> Tensor:
-        """``[P, G]`` :func:`group_advantages` of the rewards, :func:`normalize_then_sum`, or those of a user's."""
-        if self.own_advantages is not None:
-            return call_own_advantages(self.own_advantages, self.rewards_PG, self.values_PGF)
-        if self.multi_objective_aggregation == "normalize_then_sum":
-            return normalize_then_sum(self.values_PGF, self.weights, eps=eps)
-        return group_advantages(self.rewards_PG, baseline=baseline, scale=scale, eps=eps)
+    Returns:
+        ``[P, G]`` rewards; with ``normalize_then_sum`` the ``[P, G, F]`` values of each function
+        that has a weight.
+    """
+    if multi_objective_aggregation == "normalize_then_sum":
+        return values_PGF[..., torch.tensor(weights) != 0]
+    return weighted_sum(values_PGF, weights)
 
 
 def weighted_sum(values_PGF: Tensor, weights: Sequence[float]) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 import transformers
 
 from grpo.checkpoint import format as checkpoint
-from grpo.config import Config
+from grpo.config import Config, EvalConfig
 from grpo.distributed import World
 from grpo.telemetry.reporter import Reporter
 
@@ -37,8 +37,8 @@ class Progress:
     """Metrics of the evaluation before training."""
     best: dict[str, Any] | None = None
     """``{"step", "value"}`` of the best evaluation by ``checkpoint.keep_best``."""
-    unwritten_line: dict[str, Any] | None = None
-    """Metrics of the last step while ``metrics.jsonl`` lacks them, because the step's evaluation comes first."""
+    evaluated_step: int | None = None
+    """The step of the newest complete evaluation."""
     tokens_per_microbatch: int | None = None
     """A dry run's choice where the default of ``optim.tokens_per_microbatch`` does not fit in memory; else None."""
     tokens_in_flight: int | None = None
@@ -60,9 +60,19 @@ class Progress:
                 setattr(self, name, None)
 
     def complete_step(self, line: dict[str, Any]) -> None:
-        """Record that all updates of a step are done; its metrics are written later."""
-        self.step, self.num_tokens = line["step"], line["num_tokens"]
-        self.unwritten_line, self.mid_update = line, False
+        """Record that all updates of a step are done."""
+        self.step = line["step"]
+        self.num_tokens = line["num_tokens"]
+        self.mid_update = False
+
+    def evaluation_is_due(self, settings: EvalConfig, max_steps: int) -> bool:
+        """True if the newest weights are to be evaluated, and have not been."""
+        if self.evaluated_step == self.step:
+            return False
+        if self.step == 0:
+            return settings.before_training
+        is_regular = settings.every is not None and self.step % settings.every == 0
+        return is_regular or self.step == max_steps
 
 
 def bits_depend_on(world: World) -> dict[str, Any]:
@@ -106,14 +116,17 @@ class Saver:
         self.saved_step = self.written_step = self.progress.step
         self.is_collective = self.trained.is_sharded
 
-    def save_if_due(self, line: dict[str, Any]) -> None:
-        """Save at the last step, every ``save_steps`` steps, or if ``line`` has the best evaluation so far."""
-        settings, step, best = self.config.checkpoint, self.progress.step, self.progress.best
-        value = line.get(settings.keep_best)
-        is_best = value is not None and math.isfinite(value) and (best is None or value > best["value"])
+    def save_if_due(self, evaluation: dict[str, float]) -> None:
+        """Save at the last step, every ``save_steps`` steps, or after the best evaluation so far."""
+        settings = self.config.checkpoint
+        step = self.progress.step
+        best = self.progress.best
+        value = evaluation.get(settings.keep_best, math.nan)
+        is_best = math.isfinite(value) and (best is None or value > best["value"])
         if is_best:
             self.progress.best = {"step": step, "value": value}
-        if step == self.max_steps or is_best or (settings.save_steps and step % settings.save_steps == 0):
+        is_regular = settings.save_steps is not None and step % settings.save_steps == 0
+        if is_best or is_regular or step == self.max_steps:
             self.save()
 
     def save(self) -> None:

@@ -62,6 +62,12 @@ class Engine(Protocol):
             replies: answers each turn of a completion; None: a completion is one turn.
         """
 
+    def dry_run(self, prompts: Sequence[tuple[int, ...]], sampling: SamplingParams) -> None:
+        """Allocate the most memory of this process that sampling one completion per prompt takes.
+
+        An engine that samples in other processes does nothing.
+        """
+
     def close(self) -> None:
         """Release what the engine holds outside this process."""
 

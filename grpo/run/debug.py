@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from grpo.config import Config
-from grpo.run.state import Run
+from grpo.run.records import Run
 from grpo.run.step import Step
 from grpo.telemetry.accumulator import Accumulator
 from grpo.telemetry.records import read_steps
@@ -20,11 +20,11 @@ from grpo.telemetry.records import read_steps
 
 def show_step(run: Run, step: Step) -> None:
     """Print one step before its update, and check its batch (AssertionError, see :func:`check_batch`)."""
-    show = run.reporter.print
+    show = run.log.reporter.print
     batch = step.batch
     show(f"\n--- step {step.number} " + "-" * 60)
-    policy = type(run.policy.model).__name__
-    weights = next(run.policy.model.parameters())
+    policy = type(run.learner.policy.model).__name__
+    weights = next(run.learner.policy.model.parameters())
     precision = run.config.runtime.precision
     show(f"policy    {policy}, weights {weights.dtype} on {weights.device}, compute {precision}")
     for phase in ("rollout", "reward", "logprobs"):
@@ -39,18 +39,18 @@ def show_step(run: Run, step: Step) -> None:
     group = step.groups[0]
     problem = group.problem
     length = len(problem.prompt_ids)
-    prompt = run.policy.tokenizer.decode(problem.prompt_ids)
+    prompt = run.learner.policy.tokenizer.decode(problem.prompt_ids)
     show(f"problem {problem.index}, {length} prompt tokens, as the model sees it:")
     show(textwrap.indent(prompt, "  | "))
     if "answer" in problem.columns:
         answer = problem.columns["answer"]
         show(f"reference answer: {answer}")
 
-    values_PGF = run.world.own_rows(step.scores.values_PGF)
+    values_PGF = run.world.own_rows(step.values_PGF)
     for g, completion in enumerate(group.completions):
         rewards = []
         for name, value in zip(
-            run.rewards.names,
+            run.tasks.rewards.names,
             values_PGF[0, g].tolist(),
             strict=True,
         ):
@@ -85,7 +85,7 @@ def check_batch(run: Run, step: Step) -> None:
         assert last == completion.ids[-1], "the last token of a completion is not where the mask ends"
         # Stop strings end in other tokens than EOS.
         if completion.finished and not run.config.rollout.stop:
-            assert last in run.policy.eos_ids, "EOS is not inside the mask"
+            assert last in run.learner.policy.eos_ids, "EOS is not inside the mask"
             checks.append("EOS inside the mask")
 
     for name, tensor in vars(batch).items():
@@ -95,9 +95,9 @@ def check_batch(run: Run, step: Step) -> None:
 
     has_reference = batch.ref_logprobs_BT is not None
     if has_reference and step.number == 0 and kl_starts_at_0(run.config):
-        with torch.no_grad(), run.policy.autocast():
-            new_BT, _ = run.bare_scorer(*batch.scorer_inputs)
-            ref_BT, _ = run.ref_scorer(*batch.scorer_inputs)
+        with torch.no_grad(), run.learner.policy.autocast():
+            new_BT, _ = run.learner.bare_scorer(*batch.scorer_inputs)
+            ref_BT, _ = run.learner.ref_scorer(*batch.scorer_inputs)
         assert torch.equal(new_BT, ref_BT), "KL is not 0 at step 0 although policy and reference have the same weights"
         checks.append("KL = 0 before the first update")
     passed(run, checks)
@@ -110,14 +110,14 @@ def kl_starts_at_0(config: Config) -> bool:
 
 def check_update(run: Run, metrics: Accumulator) -> None:
     """AssertionError if the importance ratio of the run's first update is not 1 (without dropout)."""
-    if run.optimizer.state:
+    if run.learner.optimizer.state:
         return
     name = "importance ratio of the first update"
     ratio = metrics.reduce(run.world)["ratio"]
     if math.isnan(ratio):
-        run.reporter.print(f"unchecked {name}: no completion has an advantage")
+        run.log.reporter.print(f"unchecked {name}: no completion has an advantage")
     elif not run.config.model.disable_dropout:
-        run.reporter.print(f"unchecked {name}: {ratio:.6f}, since dropout changes it")
+        run.log.reporter.print(f"unchecked {name}: {ratio:.6f}, since dropout changes it")
     else:
         is_fp32 = run.config.runtime.precision == "fp32"
         tolerance = 1e-5 if is_fp32 else 1e-2
@@ -129,7 +129,7 @@ def check_update(run: Run, metrics: Accumulator) -> None:
 def passed(run: Run, checks: Sequence[str]) -> None:
     """Print the names of checks that were made and have passed, and record them for the verdict."""
     run.debug_checks.extend(checks)
-    run.reporter.print(f"checked   {listed(checks)}")
+    run.log.reporter.print(f"checked   {listed(checks)}")
 
 
 def listed(checks: Sequence[str]) -> str:
@@ -139,12 +139,12 @@ def listed(checks: Sequence[str]) -> str:
 
 def show_verdict(run: Run) -> None:
     """Print the checks that were made (a failed one has ended the run), and what looks wrong in the metrics."""
-    show = run.reporter.print
+    show = run.log.reporter.print
     show("\n--- verdict " + "-" * 59)
     show(f"checked   all checks have passed: {listed(run.debug_checks)}")
     lines = read_steps(Path(run.config.output_dir) / "metrics.jsonl")
     steps = [line for line in lines if "reward" in line]
-    hints = run.reporter.hints.verdict()
+    hints = run.log.reporter.hints.verdict()
     longest = run.config.rollout.max_completion_length
     found = list(suspicions(steps, hints, longest))
     for text in found:

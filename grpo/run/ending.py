@@ -10,7 +10,7 @@ from collections.abc import Callable
 from grpo.checkpoint.saver import how_to_continue
 from grpo.distributed import Interrupted, OtherRankFailed
 from grpo.evaluation.grading import correctness_note
-from grpo.run.state import Run
+from grpo.run.records import Run
 from grpo.system import UserError, first_line
 
 
@@ -48,25 +48,25 @@ def _train_and_save(run: Run, train: Callable[[Run], None]) -> int:
         train(run)
         code = 0
     except Interrupted:  # raised on all ranks after a vote
-        code = run.signals.exit_code
+        code = run.log.signals.exit_code
     assert not run.progress.mid_update, "an update is never interrupted"
-    run.saver.save_newest()
+    run.log.saver.save_newest()
     if code:
         rest = how_to_continue(run.config) if run.progress.step else "there is nothing to save"
-        run.reporter.print(f"stopped at step {run.progress.step} of {run.max_steps}: {rest}")
+        run.log.reporter.print(f"stopped at step {run.progress.step} of {run.max_steps}: {rest}")
     return code
 
 
 def print_result(run: Run) -> None:
     """Print the folders of the last and of the best checkpoint, and the hints that hold for the last steps."""
-    show = run.reporter.print
+    show = run.log.reporter.print
     output = run.config.output_dir
     kind = "a Hugging Face folder"
-    if run.policy.adapter:
+    if run.learner.policy.adapter:
         kind = "a LoRA adapter (python -m grpo.merge makes it a whole model)"
     show(f"saved     {output}/checkpoint-{run.max_steps}, {kind}")
-    note = correctness_note(run.config.eval, run.rewards.names)
-    if run.eval_problems and note:
+    note = correctness_note(run.config.eval, run.tasks.rewards.names)
+    if run.tasks.eval_problems and note:
         show(note)
     best = run.progress.best
     if best:
@@ -74,14 +74,14 @@ def print_result(run: Run) -> None:
         step = best["step"]
         value = best["value"]
         show(f"best      {output}/checkpoint-{step}, {name} {value:.4g}")
-    for hint in run.reporter.hints.verdict().values():
+    for hint in run.log.reporter.hints.verdict().values():
         show(f"verdict   {hint}")
 
 
 def _rescue(run: Run) -> str | None:
     """Save the newest complete step; returns a note on it."""
     try:
-        return run.saver.rescue()
+        return run.log.saver.rescue()
     except Exception as error:  # the device may be unable to return the weights
         return f"the state could not be saved: {type(error).__name__}: {error}"
 

@@ -31,7 +31,7 @@ from grpo.checkpoint.saver import CHOSEN
 from grpo.distributed import abandon_pass, gradient_sync
 from grpo.evaluation.collect import eval_sampling
 from grpo.rollout import SamplingParams, engine_with_weights, split_into_waves
-from grpo.run.state import Run
+from grpo.run.records import Run
 
 DOES_NOT_FIT = "the largest possible step does not fit in memory: "
 Prompts = list[tuple[int, ...]]
@@ -51,8 +51,8 @@ def try_largest_step(run: Run, problems: Sequence[Problem]) -> str:
     with world.timed("largest step", seconds), torch.random.fork_rng(devices=[world.device] if is_cuda else []):
         pool = 0  # bytes that CUDA graphs hold after a rollout
         # Under FSDP weights are gathered by all ranks together, before any of them may run out of memory.
-        gathers = samples and run.is_sharded
-        with engine_with_weights(run.engine, world) if gathers else contextlib.nullcontext():
+        gathers = samples and run.learner.is_sharded
+        with engine_with_weights(run.sampler.engine, world) if gathers else contextlib.nullcontext():
             for kind in _kinds_of_sampling(run, longest_first) if samples else ():
                 pool = max(pool, _try_sampling(run, *kind))
         tokens = _try_update(run, longest_first, pool)
@@ -74,29 +74,35 @@ def _kinds_of_sampling(run: Run, longest_first: Sequence[Problem]) -> list[tuple
 
     def tokens_in_memory(start: int) -> int:
         L = len(longest_first[start].prompt_ids)
-        rows = min(P * G, max(run.sampling.tokens_in_flight // (L + T), 1)) if run.sampling.tokens_in_flight else P * G
+        rows = (
+            min(P * G, max(run.sampler.sampling.tokens_in_flight // (L + T), 1))
+            if run.sampler.sampling.tokens_in_flight
+            else P * G
+        )
         return rows * T + math.ceil(rows / G) * L
 
     kinds = []
     for start in {0, max(range(len(longest_first) - P + 1), key=tokens_in_memory)}:
         of_rank = longest_first[start : start + P]
-        kinds.append((run.sampling, [problem.prompt_ids for problem in of_rank for _ in range(G)], "rollout"))
-    longest = sorted((problem.prompt_ids for problem in run.eval_problems), key=len, reverse=True)
+        kinds.append((run.sampler.sampling, [problem.prompt_ids for problem in of_rank for _ in range(G)], "rollout"))
+    longest = sorted((problem.prompt_ids for problem in run.tasks.eval_problems), key=len, reverse=True)
     own, sampled = longest[: math.ceil(len(longest) / run.world.size)], eval_sampling(run.config)
     for kind in [replace(sampled, num_generations=1, temperature=0.0)] + [sampled] * (not sampled.is_greedy):
         G = kind.num_generations
-        kinds.append((kind, [ids for ids in own[: max(run.engine.rows_per_call // G, 1)] for _ in range(G)], "eval"))
+        kinds.append(
+            (kind, [ids for ids in own[: max(run.sampler.engine.rows_per_call // G, 1)] for _ in range(G)], "eval")
+        )
     return [kind for kind in kinds if kind[1]]
 
 
 def _try_sampling(run: Run, sampling: SamplingParams, rows: Prompts, section: str) -> int:
     """Sample the first rows that are in memory at once; returns the bytes that CUDA graphs of them hold."""
-    L, T, wanted = len(rows[0]), sampling.max_completion_length, run.sampling.tokens_in_flight
+    L, T, wanted = len(rows[0]), sampling.max_completion_length, run.sampler.sampling.tokens_in_flight
     bound = most = min(wanted or len(rows) * (L + T), len(rows) * (L + T))
     while True:
         wave = rows[split_into_waves(rows, replace(sampling, tokens_in_flight=bound))[0]]
         pool = _graph_pool(run, sampling, len(wave), L)
-        if _fits(run, partial(run.engine.dry_run, wave, sampling), pool):
+        if _fits(run, partial(run.sampler.engine.dry_run, wave, sampling), pool):
             break
         if len(wave) == 1:
             key = f"{section}.max_completion_length"
@@ -109,9 +115,9 @@ def _try_sampling(run: Run, sampling: SamplingParams, rows: Prompts, section: st
 
 def _graph_pool(run: Run, sampling: SamplingParams, num_rows: int, longest_prompt: int) -> int:
     """About the bytes of a graph's tensors: those of vocabulary size in drawing a token, or attention scores."""
-    if not run.may_capture:
+    if not getattr(run.sampler.engine, "may_capture", False):
         return 0
-    config = run.policy.model.config.get_text_config()
+    config = run.learner.policy.model.config.get_text_config()
     drawing = config.vocab_size * (46 if sampling.is_filtered else 20)
     attention = 14 * config.num_attention_heads * (longest_prompt + sampling.max_completion_length)
     return num_rows * max(drawing, attention)
@@ -119,16 +125,16 @@ def _graph_pool(run: Run, sampling: SamplingParams, num_rows: int, longest_promp
 
 def _try_update(run: Run, longest_first: Sequence[Problem], pool: int) -> int:
     """Forward and backward of the heaviest micro-batches; returns the tokens of the largest."""
-    config, r, packed = run.config, run.config.rollout, run.bare_scorer.packed
+    config, r, packed = run.config, run.config.rollout, run.learner.bare_scorer.packed
     L, T = len(longest_first[0].prompt_ids), r.max_completion_length
     P = r.prompts_per_step // run.world.size // config.algorithm.num_minibatches
     batches = []
     for length in {T, 1} if packed else {T}:  # keys and values of prompts need most where completions are short
-        ids = (run.policy.pad_id,) * length
+        ids = (run.learner.policy.pad_id,) * length
         completion = Completion(ids, text="", finished=False, allowed=_allowed(run, length))
         groups = [Group(problem, (completion,) * r.num_generations) for problem in longest_first[:P]]
-        batches.append(collate(groups, torch.zeros(P, r.num_generations), pad_id=run.policy.pad_id))
-    bound = run.tokens_per_microbatch
+        batches.append(collate(groups, torch.zeros(P, r.num_generations), pad_id=run.learner.policy.pad_id))
+    bound = run.learner.tokens_per_microbatch
     while True:
         parts = [(batch, microbatch_rows(batch, bound, packed=packed)) for batch in batches]
         heaviest = [max(map(batch.select, rows), key=lambda micro: _tokens(micro, packed)) for batch, rows in parts]
@@ -143,16 +149,16 @@ def _try_update(run: Run, longest_first: Sequence[Problem], pool: int) -> int:
         bound //= 2
         while bound >= tokens:  # a larger bound would give the same micro-batch again
             bound //= 2
-    if bound < run.tokens_per_microbatch:
-        _choose(run, "optim.tokens_per_microbatch", run.tokens_per_microbatch, T, L, bound)
+    if bound < run.learner.tokens_per_microbatch:
+        _choose(run, "optim.tokens_per_microbatch", run.learner.tokens_per_microbatch, T, L, bound)
     return tokens
 
 
 def _allowed(run: Run, T: int) -> AllowedTokens | None:
     """As many ids as top-k allows for T tokens. Without top-k there is no bound below the vocabulary: one each."""
-    if not run.sampling.records_allowed:
+    if not run.sampler.sampling.records_allowed:
         return None
-    k = run.sampling.top_k or 1
+    k = run.sampler.sampling.top_k or 1
     return AllowedTokens(torch.zeros(T * k, dtype=torch.int32), torch.full((T,), k, dtype=torch.int32))
 
 
@@ -166,24 +172,27 @@ def _tokens(micro: Batch, packed: bool) -> int:
 
 def _update(run: Run, micro: Batch, is_one_of_several: bool) -> None:
     """Forward and backward as in an update: from the second micro-batch on, gradients are added to those in memory."""
-    world, scorer = run.world, run.scorer if run.is_sharded else run.bare_scorer  # DDP would reduce the gradients
+    world, scorer = (
+        run.world,
+        run.learner.scorer if run.learner.is_sharded else run.learner.bare_scorer,
+    )  # DDP would reduce the gradients
     inputs = [tensor.to(world.device) for tensor in micro.scorer_inputs]
     try:
         for is_last in (False, True) if is_one_of_several else (True,):
-            reduces = run.is_sharded and (is_last or run.config.optim.reduce_each_microbatch)
-            with gradient_sync(run.scorer, enabled=reduces):
-                with run.policy.autocast():
+            reduces = run.learner.is_sharded and (is_last or run.config.optim.reduce_each_microbatch)
+            with gradient_sync(run.learner.scorer, enabled=reduces):
+                with run.learner.policy.autocast():
                     logprobs_BT, _ = scorer(*inputs)
                 logprobs_BT.sum().backward()
-        if world.device.type == "cuda" and not run.optimizer.defaults["fused"]:
+        if world.device.type == "cuda" and not run.learner.optimizer.defaults["fused"]:
             # AdamW, unless fused, takes the square roots of all its second averages at once.
-            _roots = [torch.empty_like(p) for group in run.optimizer.param_groups for p in group["params"]]
+            _roots = [torch.empty_like(p) for group in run.learner.optimizer.param_groups for p in group["params"]]
     except Exception as error:
-        if run.is_sharded and is_out_of_memory(error):
-            abandon_pass(run.scorer)
+        if run.learner.is_sharded and is_out_of_memory(error):
+            abandon_pass(run.learner.scorer)
         raise
     finally:
-        run.optimizer.zero_grad(set_to_none=world.is_alone or run.is_sharded)
+        run.learner.optimizer.zero_grad(set_to_none=world.is_alone or run.learner.is_sharded)
 
 
 def _fits(run: Run, attempt: Callable[[], None], pool: int) -> bool:
@@ -191,7 +200,11 @@ def _fits(run: Run, attempt: Callable[[], None], pool: int) -> bool:
     ran_out, averages, world = False, [], run.world
     with world.fail_together():
         try:
-            trained = [] if run.optimizer.state else [p for p in run.policy.model.parameters() if p.requires_grad]
+            trained = (
+                []
+                if run.learner.optimizer.state
+                else [p for p in run.learner.policy.model.parameters() if p.requires_grad]
+            )
             averages += [torch.empty_like(p) for p in trained for _ in range(2)]
             averages.append(torch.empty(pool, dtype=torch.uint8, device=world.device))
             attempt()
@@ -221,4 +234,4 @@ def _choose(run: Run, key: str, wanted: int | str, T: int, L: int, fits: int) ->
     if leaf in settings.model_fields_set and getattr(settings, leaf) is not None:
         raise ValueError(f"{DOES_NOT_FIT}{problem}; {fits} fits")
     setattr(run.progress, CHOSEN[key], fits)
-    run.reporter.print(f"note      {problem}; using {key}={fits}, with the same results up to rounding")
+    run.log.reporter.print(f"note      {problem}; using {key}={fits}, with the same results up to rounding")

@@ -43,8 +43,8 @@ from grpo.run.models import any_forward, build_models
 from grpo.run.objects import Objects
 from grpo.run.own import load_own_functions
 from grpo.run.proofs import prove_update
+from grpo.run.records import Learner, Log, Run, Sampler, Tasks
 from grpo.run.signals import Signals, ignore_save_signal
-from grpo.run.state import Run
 from grpo.run.summary import print_summary
 from grpo.telemetry.records import environment, record_start
 from grpo.telemetry.reporter import Reporter
@@ -136,7 +136,7 @@ def _prepare(config: Config, world: World, objects: Objects | None, on_failure: 
     sharing = dict(seed=config.seed, rank=world.rank, world_size=world.size)
     problems = Schedule(train.problems, prompts_per_step=config.rollout.prompts_per_step, **sharing)
     max_steps = config.optim.max_steps or max(math.ceil(config.optim.num_epochs * problems.steps_per_epoch), 1)
-    if progress.step >= max_steps and not progress.unwritten_line:
+    if progress.step >= max_steps and not progress.evaluation_is_due(config.eval, max_steps):
         if world.is_main:
             print(f"already complete: {checkpoint}, step {progress.step} of {max_steps}; a new output_dir starts anew")
         return None
@@ -156,7 +156,7 @@ def _prepare(config: Config, world: World, objects: Objects | None, on_failure: 
     with world.fail_together():
         if is_sharded(models.scorer):
             check_shared(Path(config.output_dir), holder)
-    position = dict(first_step=progress.step, max_steps=max_steps, rewrite_first_step=bool(progress.unwritten_line))
+    position = dict(first_step=progress.step, max_steps=max_steps)
     wandb_run_id = start.state.get("wandb_run_id")
     reporter = Reporter(config, is_main=world.is_main, **position, wandb_run_id=wandb_run_id, environment=facts)
     on_failure.callback(reporter.close)
@@ -182,11 +182,30 @@ def _prepare(config: Config, world: World, objects: Objects | None, on_failure: 
         saver.try_saving()
     signals = Signals(world, ends_process=ends_process)
     on_failure.callback(signals.close)
-    scorers = dict(scorer=scorer, bare_scorer=models.scorer, ref_scorer=models.ref_scorer)
-    optimization = dict(optimizer=models.optimizer, lr_schedule=models.lr_schedule, max_steps=max_steps)
-    data = dict(problems=problems, eval_problems=eval_problems, rewards=rewards)
-    service = dict(reporter=reporter, saver=saver, signals=signals, lock=lock, progress=progress)
-    run = Run(config, world, policy, engine, **scorers, **optimization, **data, **service, own=own)
+    learner = Learner(
+        config=config,
+        world=world,
+        progress=progress,
+        policy=policy,
+        scorer=scorer,
+        bare_scorer=models.scorer,
+        ref_scorer=models.ref_scorer,
+        optimizer=models.optimizer,
+        lr_schedule=models.lr_schedule,
+        reporter=reporter,
+        objective=own.objective or config.algorithm.objective,
+        own_advantages=own.advantages,
+    )
+    run = Run(
+        config=config,
+        world=world,
+        progress=progress,
+        learner=learner,
+        sampler=Sampler(config, world, progress, engine),
+        tasks=Tasks(problems, eval_problems, rewards, tools),
+        log=Log(reporter, saver, signals, lock),
+        max_steps=max_steps,
+    )
     print_summary(run, train, evaluation, models.why_padded, checkpoint)
     wanted = config.runtime.try_largest_step
     if not config.debug and (world.device.type == "cuda" if wanted is None else wanted):

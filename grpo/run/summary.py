@@ -16,8 +16,7 @@ from grpo.model import Policy, num_parameters
 from grpo.rewards.answers import parse_number, reference_texts
 from grpo.rewards.builtin import COMPARING
 from grpo.rewards.scores import messages_warning
-from grpo.run.state import Run
-from grpo.turns.engine import TurnsEngine
+from grpo.run.records import Run
 
 LIKE_FULL_TRAINING = 3e-6
 """A learning rate at most this is usual for training all weights; adapters take about ten times that."""
@@ -45,10 +44,10 @@ def print_summary(
             "warning: the prompts end with <think>, and the reward format wants it in the completion, so that none "
             f"matches: give it args: {{pattern: '{FORMAT_AFTER_THINK}'}}"
         )
-    lines += warnings_of(run.config, train.problems, run.eval_problems)
+    lines += warnings_of(run.config, train.problems, run.tasks.eval_problems)
     if warning := messages_warning(run.config, train.problems):
         lines.append(warning)
-    if run.eval_problems and (note := correctness_note(run.config.eval, run.rewards.names)):
+    if run.tasks.eval_problems and (note := correctness_note(run.config.eval, run.tasks.rewards.names)):
         lines.append(note)
     if why_padded:
         lines.append(
@@ -58,25 +57,25 @@ def print_summary(
     if checkpoint:
         lines.append(f"resuming  {checkpoint} at step {run.progress.step}")
     for line in lines:
-        run.reporter.print(line)
+        run.log.reporter.print(line)
 
 
 def _facts(run: Run, train: ProblemSet, evaluation: ProblemSet) -> Iterator[str]:
     config, a, r = run.config, run.config.algorithm, run.config.rollout
-    size, precision = num_parameters(run.policy.model) / 1e6, config.runtime.precision
+    size, precision = num_parameters(run.learner.policy.model) / 1e6, config.runtime.precision
     yield f"model     {config.model.name_or_path}, {size:.2f}M parameters, {precision} on {run.world.device.type}"
-    if run.policy.adapter is not None:
+    if run.learner.policy.adapter is not None:
         yield lora_line(run)
-    if run.policy.unreached:
-        yield frozen_line(run.policy)
-    yield data_line(config.data, train, evaluation, len(run.eval_problems))
+    if run.learner.policy.unreached:
+        yield frozen_line(run.learner.policy)
+    yield data_line(config.data, train, evaluation, len(run.tasks.eval_problems))
     rows = f"{r.prompts_per_step} problems x {r.num_generations} completions = {r.prompts_per_step * r.num_generations}"
-    steps = f"{run.max_steps} steps, {run.problems.steps_per_epoch} to an epoch"
+    steps = f"{run.max_steps} steps, {run.tasks.problems.steps_per_epoch} to an epoch"
     yield f"step      {rows}, {run.world.size} rank(s), {a.updates_per_step} update(s); {steps}"
     if r.engine == "vllm":
-        yield f"sampling  {run.engine}"
-    if isinstance(run.engine, TurnsEngine):
-        yield f"turns     {run.engine.tools.summary}"
+        yield f"sampling  {run.sampler.engine}"
+    if run.tasks.tools is not None:
+        yield f"turns     {run.tasks.tools.summary}"
     advantages = f"advantages {a.advantages}" if a.advantages else f"baseline {a.baseline}, scale {a.scale}"
     correction = f", {a.sampler_correction}" if a.sampler_correction != "none" else ""
     yield f"algorithm {a.name}: {a.objective}, {advantages}, {a.aggregation}, beta {a.beta:g}{correction}"
@@ -88,7 +87,7 @@ def _facts(run: Run, train: ProblemSet, evaluation: ProblemSet) -> Iterator[str]
 
 def lora_line(run: Run) -> str:
     """Rank, alpha and size of the adapters, and the precision of the frozen weights."""
-    adapter, model = run.policy.adapter.peft_config["default"], run.policy.model
+    adapter, model = run.learner.policy.adapter.peft_config["default"], run.learner.policy.model
     dtypes = {"bf16" if p.dtype == torch.bfloat16 else "fp32" for p in model.parameters() if not p.requires_grad}
     start = f", from {run.config.model.adapter}" if run.config.model.adapter else ""
     size = num_parameters(model, trained=True) / 1e6

@@ -37,6 +37,21 @@ def read_steps(path: Path) -> list[dict[str, Any]]:
     return found
 
 
+def add_to_step(path: Path, line: dict[str, Any]) -> None:
+    """Add to the object of the last step, if that is the step of ``line``; else append ``line``."""
+    steps = read_steps(path)
+    if not steps or steps[-1]["step"] != line["step"]:
+        append_step(path, line)
+        return
+    added = json.dumps(steps[-1] | json_safe(line)) + "\n"
+    start_of_last = path.read_bytes().rstrip(b"\n").rfind(b"\n") + 1
+    # In place, since a reader may follow the file.
+    with open(path, "rb+") as file:
+        file.seek(start_of_last)
+        file.write(added.encode())
+        file.truncate()
+
+
 def remove_steps_after(path: Path, last_step: int) -> list[dict[str, Any]]:
     """Remove the objects of later steps, which a resumed run writes again; returns the others."""
     kept = [line for line in read_steps(path) if line["step"] <= last_step]

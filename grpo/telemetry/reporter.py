@@ -15,7 +15,7 @@ from grpo.system import first_line, printable, sync
 from grpo.telemetry.console import console_line, evaluation_line
 from grpo.telemetry.dashboards import TensorBoard, Trackio, Wandb
 from grpo.telemetry.hints import hints_for
-from grpo.telemetry.records import append_step, is_computed, remove_steps_after
+from grpo.telemetry.records import add_to_step, append_step, is_computed, remove_steps_after
 from grpo.telemetry.samples import write_samples
 
 COMPLETIONS_PER_RUN = 50
@@ -27,7 +27,6 @@ class Reporter:
 
     Args:
         first_step: steps that are already done; 0 for a new run.
-        rewrite_first_step: write the line of ``first_step`` too: the interrupted run stopped in its evaluation.
         wandb_run_id: wandb's id of the interrupted run, if it had one.
         environment: facts about this start (see ``grpo.telemetry.records``).
     """
@@ -39,7 +38,6 @@ class Reporter:
         is_main: bool,
         first_step: int,
         max_steps: int,
-        rewrite_first_step: bool = False,
         wandb_run_id: str | None = None,
         environment: dict[str, Any] | None = None,
     ):
@@ -61,9 +59,7 @@ class Reporter:
         self._folder = Path(config.output_dir)
         completions = self._folder / "completions"
         completions.mkdir(parents=True, exist_ok=True)
-        last_step = first_step
-        if first_step == 0 or rewrite_first_step:
-            last_step -= 1
+        last_step = first_step or -1  # the evaluation before training is made again
         remove_steps_after(self._folder / "intervals.jsonl", last_step)
         for metrics in remove_steps_after(self._folder / "metrics.jsonl", last_step):
             self.hints.update(metrics)  # the interrupted run has printed these
@@ -128,36 +124,46 @@ class Reporter:
                 bar.update(1)
 
     def step(self, metrics: dict[str, Any]) -> None:
-        """Report one step: ``metrics["step"]`` counts from 1, 0 is the evaluation before training.
+        """Write a step to ``metrics.jsonl``, show it on the console and on dashboards, and print hints.
 
-        ``metrics.jsonl`` and the hints see each step; console and dashboards those of :meth:`is_logged`, and steps
-        with an evaluation. There a metric that was not computed is left out.
+        Console and dashboards show the steps of :meth:`is_logged`. There a metric that was not
+        computed is left out.
         """
         if not self.is_main:
             return
         step = metrics["step"]
-        has_evaluation = "eval/greedy_accuracy" in metrics
         append_step(self._folder / "metrics.jsonl", metrics)
         left = self._time_left(step)
         self._steps_bar.update(step - self._steps_bar.n)
-        if self.is_due(step) or has_evaluation:
-            width = None
-            if sys.stdout.isatty():
-                width = shutil.get_terminal_size().columns
+        if self.is_due(step):
             computed = {name: value for name, value in metrics.items() if is_computed(value)}
-            if "reward" in metrics:
-                self.print(console_line(computed, self.max_steps, left, width))
-            if has_evaluation:
-                self.print(evaluation_line(computed, self.max_steps, width))
+            self.print(console_line(computed, self.max_steps, left, _terminal_width()))
             del computed["step"]  # dashboards take it as an argument
             self._show(step, computed)
         for hint in self.hints.update(metrics):
             self.print(f"hint: {hint} (see docs/metrics.md)")
 
-    def intervals(self, step: int, intervals: dict[str, tuple[float, float]]) -> None:
-        """Write the 95% interval of each metric of an evaluation to ``intervals.jsonl``, for the report."""
-        if self.is_main:
-            append_step(self._folder / "intervals.jsonl", {"step": step, **intervals})
+    def evaluation(
+        self,
+        step: int,
+        metrics: dict[str, float],
+        intervals: dict[str, tuple[float, float]],
+        seconds: float,
+    ) -> None:
+        """Add an evaluation to the line of its step, and show it on the console and on dashboards.
+
+        Args:
+            intervals: the 95% interval of each metric, for ``intervals.jsonl`` and the report.
+        """
+        if not self.is_main:
+            return
+        timed = {"step": step, "time/eval": seconds, **metrics}
+        add_to_step(self._folder / "metrics.jsonl", timed)
+        add_to_step(self._folder / "intervals.jsonl", {"step": step, **intervals})
+        computed = {name: value for name, value in timed.items() if is_computed(value)}
+        self.print(evaluation_line(computed, self.max_steps, _terminal_width()))
+        del computed["step"]
+        self._show(step, computed)
 
     def sync(self) -> None:
         """Wait until the disk has the steps reported so far."""
@@ -219,3 +225,7 @@ class Reporter:
         if not first_step < step < self.max_steps:
             return None
         return tqdm.format_interval((now - started) / (step - first_step) * (self.max_steps - step))
+
+
+def _terminal_width() -> int | None:
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None

@@ -18,6 +18,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -355,9 +356,13 @@ class TurnsEngine:
         self._reported: set[str] = set()
         """The names of tools that a warning has been printed about."""
 
-    def __getattr__(self, name: str) -> Any:
-        """Other attributes are those of the wrapped engine: its weights, its dry run."""
-        return getattr(self.engine, name)
+    def weights(self) -> AbstractContextManager[None]:
+        """See :meth:`grpo.rollout.interface.Engine.weights`."""
+        return self.engine.weights()
+
+    def dry_run(self, prompts: Sequence[tuple[int, ...]], sampling: SamplingParams) -> None:
+        """See :meth:`grpo.rollout.interface.Engine.dry_run`."""
+        self.engine.dry_run(prompts, sampling)
 
     def __str__(self) -> str:
         return str(self.engine)

@@ -124,6 +124,9 @@ class VLLMEngine:
             completions = [replace(completion, sampling_logprobs=()) for completion in completions]
         return grouped(problems, completions, stops)
 
+    def dry_run(self, prompts: Sequence[tuple[int, ...]], sampling: SamplingParams) -> None:
+        """Do nothing: a server has its own memory, and bounds what it takes of it."""
+
     def close(self) -> None:
         """Delete the weights, and end the servers if they were started for this engine."""
         self.loop.call_soon_threadsafe(self.loop.stop)

@@ -21,19 +21,19 @@ def main(file: str, arguments: list[str]) -> None:
     config = load_config(arguments)
     world = start_world(config.runtime)
     run = prepare(config, world)
-    model = run.policy.model
+    model = run.learner.policy.model
     weights = {name: whole(tensor.detach()).clone() for name, tensor in model.named_parameters()}
-    states = {name: whole(tensor.detach()).clone() for name, tensor in run.saver.trained.states().items()}
+    states = {name: whole(tensor.detach()).clone() for name, tensor in run.log.saver.trained.states().items()}
 
-    with gradient_sync(run.scorer, enabled=True):
-        any_forward(run.policy)(run.scorer).backward()
-    run.optimizer.step()
-    averages = [state[key] for state in run.optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
+    with gradient_sync(run.learner.scorer, enabled=True):
+        any_forward(run.learner.policy)(run.learner.scorer).backward()
+    run.learner.optimizer.step()
+    averages = [state[key] for state in run.learner.optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
     held = [*model.parameters(), *(p.grad for p in model.parameters()), *averages]
     storages = [share(tensor).untyped_storage() for tensor in held]  # of which several may be views of one
     own = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
     facts = dict(bytes=world.gather_objects(own), weights=weights, states=states, num_parameters=num_parameters(model))
-    facts["is_llama"] = run.engine._is_llama
+    facts["is_llama"] = run.sampler.engine._is_llama
     if world.is_main:
         torch.save(facts, file)
     run.close()

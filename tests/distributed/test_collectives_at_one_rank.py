@@ -35,7 +35,7 @@ def test_gradients_stay_in_the_buckets(tmp_path, random_model, monkeypatch):
     arguments = [*small_run(random_model, tmp_path / "run"), "optim.tokens_per_microbatch=60", "optim.max_steps=1"]
     config = load_config([*arguments, "eval.before_training=false", "data.max_eval_samples=1"])
     run = prepare(config, start_world(config.runtime))
-    parameters, seen = list(run.policy.model.parameters()), {}
+    parameters, seen = list(run.learner.policy.model.parameters()), {}
 
     def storages() -> list[int]:
         return [p.grad.untyped_storage().data_ptr() for p in parameters]
@@ -44,15 +44,15 @@ def test_gradients_stay_in_the_buckets(tmp_path, random_model, monkeypatch):
         seen.setdefault("sync" if enabled else "no sync", storages())
         return gradient_sync(module, enabled=enabled)
 
-    def before_the_update(run, metrics):
+    def before_the_update(learner, metrics):
         seen["summed"] = storages()
         assert any(p.grad.any() for p in parameters)
-        optimizer.apply_update(run, metrics)
+        optimizer.apply_update(learner, metrics)
 
     monkeypatch.setattr(train_grpo, "gradient_sync", watched)
     monkeypatch.setattr(train_grpo, "apply_update", before_the_update)
     try:
-        assert isinstance(run.scorer, DistributedDataParallel) and dist.get_backend() == "gloo"
+        assert isinstance(run.learner.scorer, DistributedDataParallel) and dist.get_backend() == "gloo"
         buckets = storages()
         assert not any(p.grad.any() for p in parameters)
         train_grpo.train(run)
@@ -85,7 +85,7 @@ def test_a_sharded_pass_that_failed_is_repeated_with_fewer_tokens(
     arguments = [*small_run(random_model, tmp_path / "run"), "runtime.parallel=fsdp", "rollout.prompts_per_step=2"]
     config = load_config(arguments)
     run = prepare(config, start_world(config.runtime))
-    last_layer = decoder_layers(run.policy.model)[-1]
+    last_layer = decoder_layers(run.learner.policy.model)[-1]
     sizes = []
 
     def allocate_too_much(*_) -> None:
@@ -102,9 +102,9 @@ def test_a_sharded_pass_that_failed_is_repeated_with_fewer_tokens(
         hidden_1ND.register_hook(allocate_too_much)
 
     def gradients() -> list[torch.Tensor]:
-        any_forward(run.policy)(run.scorer).backward()
-        found = [whole(p.grad) for p in run.policy.model.parameters()]
-        run.optimizer.zero_grad()
+        any_forward(run.learner.policy)(run.learner.scorer).backward()
+        found = [whole(p.grad) for p in run.learner.policy.model.parameters()]
+        run.learner.optimizer.zero_grad()
         return found
 
     try:
@@ -112,9 +112,9 @@ def test_a_sharded_pass_that_failed_is_repeated_with_fewer_tokens(
         hook = last_layer.register_forward_hook(fail_with_many_tokens)
         if not hasattr(FSDPModule, "reset_iter_state"):
             with pytest.raises(ValueError, match=r"torch 2\.11.* cannot begin another: .*DefaultCPUAllocator"):
-                try_largest_step(run, run.eval_problems)
+                try_largest_step(run, run.tasks.eval_problems)
             return
-        try_largest_step(run, run.eval_problems)
+        try_largest_step(run, run.tasks.eval_problems)
         hook.remove()
         after = gradients()
     finally:

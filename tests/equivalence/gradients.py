@@ -20,7 +20,7 @@ from grpo.config import load_config, make_config
 from grpo.distributed import start_world, wrap_data_parallel
 from grpo.run.models import any_forward
 from grpo.run.prepare import prepare
-from grpo.run.state import Run
+from grpo.run.records import Run
 from grpo.run.step import Step
 from train_grpo import update, with_old_and_ref_logprobs
 
@@ -65,21 +65,22 @@ def main(output: str, model: str, *cuts: str) -> None:
     # Everything in float64, so that rounding cannot hide a difference of method; the reference is unlike the policy.
     torch.set_default_dtype(torch.float64)
     run = prepare(config, world)
-    run.ref_scorer.model.double()
-    for model in (run.policy.model.double(), run.ref_scorer.model):
+    run.learner.ref_scorer.model.double()
+    for model in (run.learner.policy.model.double(), run.learner.ref_scorer.model):
         for module in model.modules():
             if type(module).__name__.endswith("RMSNorm"):
                 module.forward = partial(rms_norm, module)
-    run = replace(run, scorer=wrap_data_parallel(run.bare_scorer, world, any_forward(run.policy)))
+    scorer = wrap_data_parallel(run.learner.bare_scorer, world, any_forward(run.learner.policy))
+    run = replace(run, learner=replace(run.learner, scorer=scorer))
     with torch.no_grad():
-        if run.policy.adapter is None:
-            for parameter in run.ref_scorer.model.parameters():
+        if run.learner.policy.adapter is None:
+            for parameter in run.learner.ref_scorer.model.parameters():
                 parameter *= 1.1
         else:  # the reference is the model without its adapter, whose second matrices begin at 0
-            for name, parameter in run.policy.adapter.named_parameters():
+            for name, parameter in run.learner.policy.adapter.named_parameters():
                 parameter += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name)))
-    assert run.bare_scorer.packed and run.ref_scorer.packed
-    before = {name: p.detach().clone() for name, p in run.policy.model.named_parameters()}
+    assert run.learner.bare_scorer.packed and run.learner.ref_scorer.packed
+    before = {name: p.detach().clone() for name, p in run.learner.policy.model.named_parameters()}
     results = {}
     for cut in cuts:
         aggregation, tokens, packed, rows = cut.split(",")
@@ -88,10 +89,15 @@ def main(output: str, model: str, *cuts: str) -> None:
         algorithm["top_entropy_quantile"] = 0.2 if rows == "entropy" else 1.0
         algorithm |= CORRECTED if rows == "corrected" else {}
         changed = make_config(config, {"algorithm": algorithm, "optim.tokens_per_microbatch": int(tokens)})
-        for scorer in (run.bare_scorer, getattr(run.ref_scorer, "scorer", run.ref_scorer)):  # with LoRA one for both
+        for scorer in (
+            run.learner.bare_scorer,
+            getattr(run.learner.ref_scorer, "scorer", run.learner.ref_scorer),
+        ):  # with LoRA one for both
             scorer.packed = packed == "packed"
-        run.policy.model.load_state_dict(before)
-        changed_run = replace(run, config=changed, ref_scorer=run.ref_scorer if beta else None)
+        run.learner.policy.model.load_state_dict(before)
+        ref_scorer = run.learner.ref_scorer if beta else None
+        learner = replace(run.learner, config=changed, ref_scorer=ref_scorer)
+        changed_run = replace(run, config=changed, learner=learner)
         results[cut] = two_updates(changed_run, skips=rows in ("skip", "entropy"))
     if world.is_main:
         torch.save(results, output)
@@ -107,22 +113,23 @@ def rms_norm(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
 def two_updates(run: Run, *, skips: bool) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     """The change of each weight, and the reported metrics. Of three ranks, one has only groups of equal rewards."""
     world = run.world
-    run = replace(run, optimizer=torch.optim.SGD(run.policy.model.parameters(), lr=0.05))
+    optimizer = torch.optim.SGD(run.learner.policy.model.parameters(), lr=0.05)
+    run = replace(run, learner=replace(run.learner, optimizer=optimizer))
     rewards_PG = torch.rand(P, G, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     rewards_PG[1::3] = 0.5
     advantages_PG = group_advantages(rewards_PG)
     mine, groups = slice(world.rank, None, world.size), fixed_groups()
     if run.config.algorithm.unbiased_kl:
         groups = [replace(group, completions=tuple(map(sampled, group.completions))) for group in groups]
-    batch = collate(groups[mine], advantages_PG[mine], pad_id=run.policy.pad_id, mask_truncated=True)
+    batch = collate(groups[mine], advantages_PG[mine], pad_id=run.learner.policy.pad_id, mask_truncated=True)
     if skips:
         batch = skip_zero_advantage(batch)
-    batch = with_old_and_ref_logprobs(run, batch)
-    before = {name: p.detach().clone() for name, p in run.policy.model.named_parameters()}
+    batch = with_old_and_ref_logprobs(run.learner, batch)
+    before = {name: p.detach().clone() for name, p in run.learner.policy.model.named_parameters()}
     step = Step(0)
     for _ in range(2):
         update(run, step, batch, is_first_pass=False)
-    moved = {name: before[name] - p.detach() for name, p in run.policy.model.named_parameters()}
+    moved = {name: before[name] - p.detach() for name, p in run.learner.policy.model.named_parameters()}
     return moved, step.metrics.reduce(world)
 
 

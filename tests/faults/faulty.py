@@ -141,7 +141,7 @@ def train(run):
         return gradient
 
     if FAULT.get("place") == "backward":
-        run.policy.model.get_input_embeddings().weight.register_hook(hook)
+        run.learner.policy.model.get_input_embeddings().weight.register_hook(hook)
     return original_train(run)
 
 
@@ -159,14 +159,14 @@ train_grpo.policy_loss = policy_loss
 original_sample = train_grpo.sample_and_score
 
 
-def sample_and_score(run, step, *args):
-    result = original_sample(run, step, *args)
+def sample_and_score(run, step, problems):
+    rollout = original_sample(run, step, problems)
     if TRACE:
         Path(TRACE).mkdir(exist_ok=True)
-        ids = {group.problem.index: [c.ids for c in group.completions] for group in result[0]}
+        ids = {group.problem.index: [c.ids for c in group.completions] for group in rollout.groups}
         text = json.dumps(sorted(ids.items()))
         Path(TRACE, f"step-{step.number}-rank-{RANK}.json").write_text(text)
-    return result
+    return rollout
 
 
 train_grpo.sample_and_score = sample_and_score

@@ -176,14 +176,14 @@ def test_an_update_equals_one_in_float64(random_model, tmp_path):
     config = load_config(arguments)
     run = prepare(config, start_world(config.runtime))
     try:
-        change(run.policy, seed=0)
+        change(run.learner.policy, seed=0)
         groups, batch = a_batch()
-        before = {name: p.detach().double().clone() for name, p in adapter_parameters(run.policy.model).items()}
+        before = {name: p.detach().double().clone() for name, p in adapter_parameters(run.learner.policy.model).items()}
         update(run, Step(0), batch, is_first_pass=False)
-        after = {name: p.detach().double() for name, p in adapter_parameters(run.policy.model).items()}
-        trained = [p for group in run.optimizer.param_groups for p in group["params"]]
+        after = {name: p.detach().double() for name, p in adapter_parameters(run.learner.policy.model).items()}
+        trained = [p for group in run.learner.optimizer.param_groups for p in group["params"]]
         assert sum(p.numel() for p in trained) == sum(tensor.numel() for tensor in before.values())
-        averages = [t for state in run.optimizer.state.values() for t in state.values() if t.dim()]
+        averages = [t for state in run.learner.optimizer.state.values() for t in state.values() if t.dim()]
         assert sum(t.numel() for t in averages) == 2 * sum(p.numel() for p in trained)
     finally:
         run.close()

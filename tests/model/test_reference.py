@@ -32,8 +32,8 @@ def test_ref_logprobs_are_those_of_the_named_model(random_model, other, tmp_path
         ids = torch.randint(3, 90, (2, 4 + 6), generator=torch.Generator().manual_seed(0))
         completions = tuple(Completion(tuple(row[4:].tolist()), "", True) for row in ids)
         problem = Problem(0, "", tuple(ids[0, :4].tolist()))
-        batch = collate([Group(problem, completions)], torch.zeros(1, 2), pad_id=run.policy.pad_id)
-        for folder, scorer in ((random_model, run.bare_scorer), (other, run.ref_scorer)):
+        batch = collate([Group(problem, completions)], torch.zeros(1, 2), pad_id=run.learner.policy.pad_id)
+        for folder, scorer in ((random_model, run.learner.bare_scorer), (other, run.learner.ref_scorer)):
             model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
             with torch.no_grad():
                 logits_BTV = model(batch.sequence_ids_BS).logits[:, 3:-1] / 0.7

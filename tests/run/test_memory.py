@@ -50,13 +50,13 @@ def test_it_restores_generators_gradients_and_weights(tmp_path):
     config = load_config([*small_run(model, tmp_path / "run"), "model.disable_dropout=false"])
     run = prepare(config, start_world(config.runtime))
     try:
-        state, weights = torch.get_rng_state(), [p.clone() for p in run.policy.model.parameters()]
-        try_largest_step(run, run.problems.problems)
+        state, weights = torch.get_rng_state(), [p.clone() for p in run.learner.policy.model.parameters()]
+        try_largest_step(run, run.tasks.problems.problems)
         assert torch.equal(torch.get_rng_state(), state)
-        for p, before in zip(run.policy.model.parameters(), weights, strict=True):
+        for p, before in zip(run.learner.policy.model.parameters(), weights, strict=True):
             assert p.grad is None and torch.equal(p, before)
-        assert not run.optimizer.state and run.policy.model.training
-        run.bare_scorer(torch.arange(12)[None], torch.tensor([4]), torch.ones(1, 8) > 0)
+        assert not run.learner.optimizer.state and run.learner.policy.model.training
+        run.learner.bare_scorer(torch.arange(12)[None], torch.tensor([4]), torch.ones(1, 8) > 0)
         assert not torch.equal(torch.get_rng_state(), state), "a forward pass does draw"
     finally:
         run.close()
@@ -74,17 +74,17 @@ def test_it_samples_as_an_evaluation_does(tmp_path, random_model, more, rows, lo
     """13 problems: one greedy completion of each, and of as many problems as give at most 256 rows all samples."""
     config = load_config([*small_run(random_model, tmp_path / "run"), *more])
     run = prepare(config, start_world(config.runtime))
-    tried, sample = {}, run.engine.dry_run
+    tried, sample = {}, run.sampler.engine.dry_run
 
     def counted(prompts, sampling):
-        is_rollout = sampling == run.sampling
+        is_rollout = sampling == run.sampler.sampling
         tried["rollout" if is_rollout else "greedy" if sampling.is_greedy else "samples"] = len(prompts)
         assert sampling.max_completion_length == (12 if is_rollout else longest)
         sample(prompts, sampling)
 
-    run.engine.dry_run = counted
+    run.sampler.engine.dry_run = counted
     try:
-        try_largest_step(run, run.problems.problems)
+        try_largest_step(run, run.tasks.problems.problems)
         assert tried == rows
     finally:
         run.close()

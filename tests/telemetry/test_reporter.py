@@ -2,10 +2,8 @@
 
 import json
 
-import pytest
-
 from grpo.config import Config
-from grpo.telemetry.records import remove_steps_after
+from grpo.telemetry.records import read_steps, remove_steps_after
 from grpo.telemetry.reporter import Reporter
 from grpo.telemetry.terminal import print_user_error
 
@@ -39,24 +37,46 @@ def test_a_file_that_is_moved_during_the_run_loses_no_step(tmp_path):
     assert line == {"step": 1, "reward": None, "range": [1.0, None]}, "JSON has no NaN and no infinity"
 
 
-@pytest.mark.parametrize(("rewrite_first_step", "kept"), [(False, [0, 1, 2, 3]), (True, [0, 1, 2])])
-def test_a_resumed_run_continues_both_files(tmp_path, rewrite_first_step, kept):
+def test_a_resumed_run_continues_both_files(tmp_path):
     first = reporter(tmp_path)
     for step in range(6):
-        first.intervals(step, {"eval/greedy_accuracy": (0.25, 0.5)})
-        first.step({"step": step, "reward": 0.5})
+        if step:
+            first.step({"step": step, "reward": 0.5})
+        evaluate(first, step)
     first.close()
     other_rank = reporter(tmp_path, is_main=False)
     other_rank.step({"step": 9})
-    other_rank.intervals(9, {})
+    evaluate(other_rank, 9)
     other_rank.close()
-    second = reporter(tmp_path, first_step=3, rewrite_first_step=rewrite_first_step)
-    second.step({"step": kept[-1] + 1, "reward": 9.0})
+    second = reporter(tmp_path, first_step=3)
+    second.step({"step": 4, "reward": 9.0})
     second.close()
-    assert steps_in(tmp_path / "metrics.jsonl") == [*kept, kept[-1] + 1]
-    assert steps_in(tmp_path / "intervals.jsonl") == kept
+    assert steps_in(tmp_path / "metrics.jsonl") == [0, 1, 2, 3, 4]
+    assert steps_in(tmp_path / "intervals.jsonl") == [0, 1, 2, 3]
     reporter(tmp_path, first_step=0).close()
     assert steps_in(tmp_path / "metrics.jsonl") == [], "a new run keeps nothing, also not step 0"
+
+
+def evaluate(writer, step, accuracy=0.5):
+    metrics = {"eval/greedy_accuracy": accuracy}
+    writer.evaluation(step, metrics, {"eval/greedy_accuracy": (0.25, 0.75)}, seconds=2.0)
+
+
+def test_an_evaluation_is_in_the_line_of_its_step(tmp_path):
+    """Also where it is made a second time, by a run that a stop cut off in it; shorter numbers leave nothing behind."""
+    writer = reporter(tmp_path)
+    writer.step({"step": 1, "reward": 0.5, "time/eval": 0.0})
+    writer.step({"step": 2, "reward": 0.25, "time/eval": 0.0})
+    evaluate(writer, 2, accuracy=0.123456789)
+    evaluate(writer, 2, accuracy=0.5)
+    writer.step({"step": 3, "reward": 1.0})
+    writer.close()
+    assert read_steps(tmp_path / "metrics.jsonl") == [
+        {"step": 1, "reward": 0.5, "time/eval": 0.0},
+        {"step": 2, "reward": 0.25, "time/eval": 2.0, "eval/greedy_accuracy": 0.5},
+        {"step": 3, "reward": 1.0},
+    ]
+    assert steps_in(tmp_path / "intervals.jsonl") == [2]
 
 
 def test_escape_sequences_do_not_reach_the_terminal(tmp_path, capsys):

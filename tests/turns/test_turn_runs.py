@@ -5,7 +5,6 @@ import io
 import re
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,8 +15,9 @@ from outputs import lines, weights
 from grpo.commands import chat, report
 from grpo.distributed.world import World
 from grpo.rewards import RewardResult
-from grpo.run.step import Step, count_reward_failures
+from grpo.run.rollouts import add_outcome
 from grpo.system import UserError
+from grpo.telemetry.accumulator import Accumulator
 from grpo.telemetry.samples import read_samples
 from train_grpo import main
 
@@ -137,10 +137,10 @@ def test_a_few_environments_that_fail_stop_no_run(num_cut, stops):
     """A game may raise at an odd action, and where most completions are cut, few have acted."""
     result = RewardResult(["game"], 24)
     result.environment_failures = ["no such move"] * (24 - num_cut)
-    run = SimpleNamespace(world=World(0, 1, 0, torch.device("cpu")), rewards=SimpleNamespace(names=["game"]))
+    world = World(0, 1, 0, torch.device("cpu"))
     expected = pytest.raises(UserError, match="first with no such move") if stops else contextlib.nullcontext()
     with expected:
-        count_reward_failures(run, Step(0), result, is_whole_step=True)
+        add_outcome(Accumulator(), result, world, is_checked=True)
 
 
 @pytest.mark.slow

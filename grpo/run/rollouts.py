@@ -1,0 +1,170 @@
+"""Rollouts: completions of this rank's problems, and their rewards.
+
+Shapes: ``P`` problems, ``G`` completions each, ``F`` reward functions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from grpo.algorithm.advantages import has_no_advantage, values_compared
+from grpo.algorithm.batch import Problem
+from grpo.distributed import World
+from grpo.rewards import RewardResult
+from grpo.rewards.scores import score_groups
+from grpo.run.records import Run
+from grpo.run.step import Rollout, Step
+from grpo.system import UserError
+from grpo.telemetry.accumulator import Accumulator
+from grpo.telemetry.records import LOGGED_PREFIX
+
+
+def sample_and_score(
+    run: Run,
+    step: Step,
+    problems: Sequence[Problem],
+    *,
+    are_substitutes: bool = False,
+) -> Rollout:
+    """Sample a group of completions of each problem, and call every reward function.
+
+    Args:
+        problems: this rank's; there may be none.
+        are_substitutes: the problems are a few of the step's; a reward that fails on all of their
+            completions is not broken.
+
+    Raises:
+        Interrupted: on all ranks, if a signal asks any of them to stop.
+        UserError: on all ranks, if a reward function failed on every completion, or every
+            environment that acted.
+    """
+    world = run.world
+    sampling = run.sampler.sampling
+    names = run.tasks.rewards.names
+    most_tokens = len(problems) * sampling.num_generations * sampling.max_completion_length
+    result = RewardResult(names, 0)
+
+    # Memory may run out, a reward fail or a signal arrive on this rank alone.
+    with world.fail_together(), world.interruptible():
+        bar = run.log.reporter.bar("rollout", most_tokens)
+        with world.timed("rollout", step.seconds), bar:
+            groups = run.sampler.engine.generate(
+                problems,
+                sampling,
+                seed_key=(run.config.seed, "rollout", step.number),
+                on_tokens=bar.update,
+            )
+        with world.timed("reward", step.seconds):
+            if groups:
+                result = score_groups(run.tasks.rewards, groups, run.trainer_state)
+
+    completions = [completion for group in groups for completion in group.completions]
+    for row, completion in enumerate(completions):
+        for column, values in result.extra.items():
+            completion.logged[column] = values[row]
+    add_outcome(step.metrics, result, world, is_checked=not are_substitutes)
+    values_PGF = _with_nan(result.values).view(len(groups), sampling.num_generations, len(names))
+    return Rollout(groups, values_PGF)
+
+
+def replace_equal_groups(run: Run, step: Step, rollout: Rollout) -> Rollout:
+    """Replace each group whose advantages are all 0 by a group of another problem.
+
+    This is dynamic sampling (DAPO, section 3.2). The other problem is a function of step, position
+    in the batch and attempt, so that neither the number of ranks nor a resume changes it. After the
+    last attempt a group stays as it is.
+    """
+    algorithm = run.config.algorithm
+    groups = list(rollout.groups)
+    values_PGF = rollout.values_PGF
+    for attempt in range(algorithm.dynamic_sampling_attempts):
+        compared = values_compared(
+            values_PGF,
+            run.tasks.rewards.weights,
+            algorithm.multi_objective_aggregation,
+        )
+        has_none_P = has_no_advantage(
+            compared,
+            baseline=algorithm.baseline,
+            scale=algorithm.scale,
+        )
+        substitutes = {}
+        for p in has_none_P.nonzero().flatten().tolist():
+            problem = run.tasks.problems.substitute(step.number, p, attempt)
+            if problem is not None:
+                substitutes[p] = problem
+        if run.world.all_true(not substitutes):
+            break
+
+        problems = list(substitutes.values())
+        others = sample_and_score(run, step, problems, are_substitutes=True)
+        for p, group, values_GF in zip(substitutes, others.groups, others.values_PGF, strict=True):
+            groups[p] = group
+            values_PGF[p] = values_GF
+    return Rollout(groups, values_PGF)
+
+
+def _with_nan(values: Sequence[Sequence[float | None]]) -> Tensor:
+    """The values of reward functions in fp32, with NaN in place of None."""
+    rows = []
+    for row in values:
+        rows.append([math.nan if value is None else value for value in row])
+    return torch.tensor(rows)
+
+
+def add_outcome(
+    metrics: Accumulator,
+    result: RewardResult,
+    world: World,
+    *,
+    is_checked: bool,
+) -> None:
+    """Add the numbers of failures, and the metrics that reward functions logged.
+
+    With ``is_checked``, UserError on all ranks if a function or every environment has failed.
+    """
+    names = result.names
+    failures = [failure for failure in result.environment_failures if failure]
+    outcome = {
+        "failed": result.failures,
+        "num_scored": len(result.values) - len(failures),
+        "num_environments": len(result.environment_failures),
+        "environment_failures": failures,
+        "metrics": list(result.metrics),
+    }
+    of_ranks = world.gather_objects(outcome)
+
+    # All ranks must add the same names, and a function may log a metric on some ranks only.
+    for name, count in zip(names, result.failures, strict=True):
+        metrics.total(f"rewards/{name}/errors", count)
+    logged = set()
+    for outcome in of_ranks:
+        logged.update(outcome["metrics"])
+    for name in sorted(logged):
+        total, count = result.metrics.get(name, (0.0, 0.0))
+        metrics.add(LOGGED_PREFIX + name, total, count)
+    if not is_checked:
+        return
+
+    # The environment of a completion that was cut before its first action has shown nothing, and is
+    # not counted. Where most were cut, the few that acted may have failed by chance.
+    failures = []
+    for outcome in of_ranks:
+        failures += outcome["environment_failures"]
+    num_scored = sum(outcome["num_scored"] for outcome in of_ranks)
+    num_environments = sum(outcome["num_environments"] for outcome in of_ranks)
+    have_all_failed = failures and len(failures) == num_environments
+    if have_all_failed and len(failures) > num_scored:
+        raise UserError(f"all {len(failures)} environments of this step have failed, first with {failures[0]}")
+
+    for f, name in enumerate(names):
+        count = sum(outcome["failed"][f] for outcome in of_ranks)
+        if num_scored and count == num_scored:
+            trace = result.first_traceback.get(name, "")  # the runner has printed it
+            error = trace.rstrip().rpartition("\n")[2] or "timeout"
+            what = f"reward {name!r} failed on all {count} completions of this step"
+            raise UserError(f"{what}: {error}")

@@ -1,0 +1,110 @@
+"""The steps of a run, and what happens between them: evaluate, write, save, stop."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from grpo.algorithm.seeding import derive_seed
+from grpo.distributed import Interrupted
+from grpo.evaluation.collect import eval_sampling, evaluate
+from grpo.evaluation.grading import Grader
+from grpo.run.metrics import report_details, step_line
+from grpo.run.records import Run
+from grpo.run.step import Step
+from grpo.system import core_wait
+from grpo.telemetry.console import evaluation_table
+
+
+def remaining_steps(run: Run) -> Iterator[Step]:
+    """Yield each step that is left, for the loop to sample and update; finish it afterwards.
+
+    Raises:
+        Interrupted: on all ranks, after a step or in an evaluation, if a signal asks to stop.
+    """
+    log = run.log
+    progress = run.progress
+    # Before training, or where a stop has cut off the evaluation of the last step.
+    evaluated = evaluate_if_due(run)
+    if evaluated and progress.step > 0:
+        log.saver.save_if_due(evaluated)
+
+    while progress.step < run.max_steps:
+        step = Step(progress.step)
+        if not run.config.model.disable_dropout:
+            # Nothing else in a step draws from PyTorch's global generators.
+            seed = derive_seed(run.config.seed, "dropout", step.number, run.world.rank)
+            torch.manual_seed(seed)
+        started = time.perf_counter()
+        waited = core_wait()
+        yield step
+
+        seconds = time.perf_counter() - started
+        step.metrics.maximum("step_time", seconds)
+        step.metrics.maximum("time/frac_core_wait", (core_wait() - waited) / seconds)
+        line = step_line(run, step)
+        progress.complete_step(line)
+        report_details(run, step)
+        log.reporter.step(line)
+
+        log.saver.save_if_due(evaluate_if_due(run))
+        is_last = progress.step == run.max_steps
+        save, stop = log.signals.vote()
+        if save and log.saver.saved_step < progress.step:
+            log.saver.save()
+        if stop and not is_last:
+            raise Interrupted
+
+
+def evaluate_if_due(run: Run) -> dict[str, float]:
+    """The ``eval/...`` metrics of the newest weights, if an evaluation is due; else empty."""
+    progress = run.progress
+    if not progress.evaluation_is_due(run.config.eval, run.max_steps):
+        return {}
+    metrics = _evaluate(run) if run.tasks.eval_problems else {}
+    progress.evaluated_step = progress.step
+    if progress.step == 0:
+        progress.before = metrics
+    elif progress.step == run.max_steps and metrics:
+        run.log.reporter.print(evaluation_table(progress.before, metrics))
+    return metrics
+
+
+def _evaluate(run: Run) -> dict[str, float]:
+    """Evaluate all problems and report the metrics."""
+    config = run.config
+    world = run.world
+    reporter = run.log.reporter
+    step = run.progress.step
+    problems = run.tasks.eval_problems
+    sampling = replace(
+        eval_sampling(config),
+        tokens_in_flight=run.sampler.sampling.tokens_in_flight,
+    )
+    num_passes = 1 if sampling.is_greedy else 2
+    total = num_passes * len(world.own_rows(problems))
+    seconds: dict[str, float] = {}
+    with (
+        world.timed("eval", seconds),
+        run.sampler.weights(),
+        reporter.bar("evaluation", total, "problem") as bar,
+    ):
+        evaluation = evaluate(
+            run.sampler.engine,
+            problems,
+            Grader(config.eval, run.tasks.rewards, run.trainer_state),
+            world,
+            sampling,
+            # Each evaluation has the seeds of step 0, so that metrics differ by the weights alone.
+            seed=config.seed,
+            on_problems=bar.update,
+        )
+    reporter.evaluation(step, evaluation.metrics, evaluation.intervals, seconds["eval"])
+    if evaluation.num_unscored:
+        reporter.print(
+            f"warning: {evaluation.num_unscored} completions of this evaluation could not be scored and count as wrong"
+        )
+    return evaluation.metrics
