@@ -109,7 +109,8 @@ def test_what_was_not_computed_is_no_part_of_the_lines(tmp_path, capsys):
     nothing = float("nan")
     line = {"step": 1, "reward": nothing, "rewards/a/mean": nothing, "rewards/b/mean": 0.5, "entropy": nothing}
     writer.step(line | {"kl": None, "grad_norm": 0.0})  # None: the line was read from a file
-    writer.step({"step": 2, "reward": 1.0, "eval/greedy_accuracy": 0.5, "eval/rewards/a": nothing})
+    writer.step({"step": 2, "reward": 1.0})
+    writer.evaluation(2, {"eval/greedy_accuracy": 0.5, "eval/rewards/a": nothing}, {}, seconds=1.0)
     writer.close()
     assert capsys.readouterr().out.splitlines() == [
         "step 1/9  b 0.500  grad norm 0.000",
