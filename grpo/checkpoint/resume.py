@@ -87,6 +87,19 @@ class StartPoint:
     """The checkpoint's state (``trainer/state.json``); empty from scratch."""
     changes: list[tuple[str, Any, Any]] = field(default_factory=list)
     """``(key, old, new)`` of what differs from the checkpoint's run and ``checkpoint.accept_changes`` accepts."""
+    data_fingerprint: str = ""
+    """Of the rows that the run trains on now."""
+    content: dict[str, str] = field(default_factory=dict)
+    """Digests of the files that it reads now, by name."""
+
+    @property
+    def compared(self) -> dict[str, Any]:
+        """The facts that each checkpoint of the run keeps for the next start."""
+        return {
+            "data_fingerprint": self.data_fingerprint,
+            "origin": self.origin,
+            "content": self.content,
+        }
 
 
 def find_checkpoint(config: Config, lock: Lock) -> tuple[Path | None, str | None]:
@@ -152,7 +165,7 @@ def read_start_point(
 ) -> StartPoint:
     """Read the checkpoint's state; ConfigError lists what differs, unless ``checkpoint.accept_changes``."""
     if folder is None:
-        return StartPoint(origin=origin)
+        return StartPoint(origin=origin, data_fingerprint=data_fingerprint, content=content)
     if is_adapter(folder) != config.uses_lora:
         kind = "all weights" if config.uses_lora else "a LoRA adapter"
         raise ConfigError(f"{folder} holds {kind}, unlike this run: set lora.rank as it was")
@@ -167,7 +180,7 @@ def read_start_point(
     if folder.parent.resolve() != Path(config.output_dir).resolve():
         # A branch of a run in another folder: that run's wandb run and best checkpoint are not continued.
         state = state | {"best": None, "wandb_run_id": None}
-    return StartPoint(folder, origin or state["origin"], state, changes)
+    return StartPoint(folder, origin or state["origin"], state, changes, data_fingerprint, content)
 
 
 def print_differences(start: StartPoint, bits_depend_on: dict[str, Any]) -> None:

@@ -188,7 +188,6 @@ class Saver:
         state = dataclasses.asdict(self.progress) | self.facts
         state |= {"wandb_run_id": self.reporter.wandb_run_id, "bits_depend_on": bits_depend_on(self.world)}
         state["config"] = self.config.for_saving()
-        state["learning_rate"] = float(self.trained.optimizer.param_groups[0]["lr"])
         del state["mid_update"]
         return dict(
             trained=self.trained,
