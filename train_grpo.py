@@ -1,4 +1,4 @@
-"""GRPO on one page: sample completions, compute rewards, advantages, old and reference log-probs, update.
+"""GRPO on one page: sample completions, reward them, compute advantages and log-probs, update.
 
     python train_grpo.py --config configs/tiny_arithmetic.yaml             one process
     torchrun --nproc_per_node=8 train_grpo.py --config FILE.yaml           eight GPUs
@@ -19,13 +19,18 @@ import grpo  # noqa: F401  # isort: skip  # before torch, for which it sets envi
 
 from torch import Tensor
 
-from grpo.algorithm.advantages import call_own_advantages, group_advantages, normalize_then_sum, weighted_sum
+from grpo.algorithm.advantages import (
+    call_own_advantages,
+    group_advantages,
+    normalize_then_sum,
+    weighted_sum,
+)
 from grpo.algorithm.batch import Batch, collate, minibatches, skip_zero_advantage
 from grpo.algorithm.loss import loss_denominator, policy_loss
 from grpo.config import load_config
 from grpo.distributed import OtherRankFailed, gradient_sync, start_world
 from grpo.run import debug
-from grpo.run.ending import print_result, run_to_completion
+from grpo.run.ending import run_to_completion
 from grpo.run.metrics import add_microbatch
 from grpo.run.optimizer import apply_update, sync_reference_if_due
 from grpo.run.passes import batch_logprobs, top_entropy_mask, update_microbatches
@@ -76,14 +81,10 @@ def train(run: Run) -> None:
                 for minibatch in minibatches(batch, algorithm.num_minibatches):
                     update(run, step, minibatch, is_first_pass=iteration == 0)
         sync_reference_if_due(learner, step.number + 1)
-    if run.config.debug:
-        debug.show_verdict(run)
-    else:
-        print_result(run)
 
 
 def compute_advantages(run: Run, values_PGF: Tensor, rewards_PG: Tensor) -> Tensor:
-    """``[P, G]`` the advantage of each completion, from the rewards of all ranks; NaN: not scored."""
+    """Advantages ``[P, G]`` from the rewards of all ranks; a reward that is NaN was not scored."""
     algorithm = run.config.algorithm
     if run.learner.own_advantages is not None:  # a function of the user
         return call_own_advantages(run.learner.own_advantages, rewards_PG, values_PGF)
@@ -172,15 +173,7 @@ def update(run: Run, step: Step, minibatch: Batch, *, is_first_pass: bool) -> No
             (loss_sum * world.size / denominator).backward()
         metrics.add_all(stats)
         metrics.add("loss", loss_sum.detach(), 0)
-        add_microbatch(
-            step,
-            algorithm,
-            micro,
-            new_BT,
-            old_BT,
-            entropy_BT,
-            is_first_pass=is_first_pass,
-        )
+        add_microbatch(step, algorithm, micro, new_BT, old_BT, entropy_BT, is_first_pass)
     metrics.add("loss", 0, rank_denominator)
     if run.config.debug:
         debug.check_update(run, metrics)
@@ -194,7 +187,7 @@ def main(argv: list[str]) -> int:
         config = load_config(argv, default_file=DEMO)
         world = start_world(config.runtime)
         run = prepare(config, world)
-    except (ValueError, OSError, OtherRankFailed, KeyboardInterrupt) as error:  # user errors, or Ctrl-C
+    except (ValueError, OSError, OtherRankFailed, KeyboardInterrupt) as error:
         return exit_with_user_error(error, world)
     code = run_to_completion(run, train) if run is not None else 0
     world.shutdown()

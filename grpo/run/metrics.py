@@ -34,7 +34,6 @@ def add_microbatch(
     new_BT: Tensor,
     old_BT: Tensor,
     entropy_BT: Tensor,
-    *,
     is_first_pass: bool,
 ) -> None:
     """Add a micro-batch's entropy, and the difference between sampled and scored log-probs.

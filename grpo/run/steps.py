@@ -12,6 +12,8 @@ from grpo.algorithm.seeding import derive_seed
 from grpo.distributed import Interrupted
 from grpo.evaluation.collect import eval_sampling, evaluate
 from grpo.evaluation.grading import Grader
+from grpo.run import debug
+from grpo.run.ending import print_result
 from grpo.run.metrics import report_details, step_line
 from grpo.run.records import Run
 from grpo.run.step import Step
@@ -57,6 +59,11 @@ def remaining_steps(run: Run) -> Iterator[Step]:
             log.saver.save()
         if stop and not is_last:
             raise Interrupted
+
+    if run.config.debug:
+        debug.show_verdict(run)
+    else:
+        print_result(run)
 
 
 def evaluate_if_due(run: Run) -> dict[str, float]:

@@ -3,7 +3,7 @@
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -115,13 +115,6 @@ class Reporter:
             disable=None if self.is_main else True,  # None: shown if stderr is a terminal
             dynamic_ncols=True,
         )
-
-    def progress(self, description: str, items: Sequence[Any]) -> Iterator[Any]:
-        """Iterate over items with a progress bar."""
-        with self.bar(description, len(items), "item") as bar:
-            for item in items:
-                yield item
-                bar.update(1)
 
     def step(self, metrics: dict[str, Any]) -> None:
         """Write a step to ``metrics.jsonl``, show it on the console and on dashboards, and print hints.

@@ -18,7 +18,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -340,6 +339,8 @@ class TurnsEngine:
         self.warn = warn
         self.policy = engine.policy
         self.communicates = engine.communicates
+        self.weights = engine.weights
+        self.dry_run = engine.dry_run
         self.form = TurnFormat(
             self.policy.tokenizer,
             self.policy.eos_ids,
@@ -355,14 +356,6 @@ class TurnsEngine:
             self.rows_per_call = num_problems * rollout.num_generations
         self._reported: set[str] = set()
         """The names of tools that a warning has been printed about."""
-
-    def weights(self) -> AbstractContextManager[None]:
-        """See :meth:`grpo.rollout.interface.Engine.weights`."""
-        return self.engine.weights()
-
-    def dry_run(self, prompts: Sequence[tuple[int, ...]], sampling: SamplingParams) -> None:
-        """See :meth:`grpo.rollout.interface.Engine.dry_run`."""
-        self.engine.dry_run(prompts, sampling)
 
     def __str__(self) -> str:
         return str(self.engine)

@@ -38,7 +38,9 @@ def test_ref_logprobs_are_those_of_the_named_model(random_model, other, tmp_path
             with torch.no_grad():
                 logits_BTV = model(batch.sequence_ids_BS).logits[:, 3:-1] / 0.7
             expected = logits_BTV.log_softmax(-1).gather(-1, ids[:, 4:, None])[..., 0]
-            torch.testing.assert_close(batch_logprobs(run.learner, scorer, batch).double(), expected, atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(
+                batch_logprobs(run.learner, scorer, batch).double(), expected, atol=1e-4, rtol=1e-4
+            )
     finally:
         run.close()
 
