@@ -33,7 +33,7 @@ from grpo.run import debug
 from grpo.run.ending import run_to_completion
 from grpo.run.metrics import add_microbatch
 from grpo.run.optimizer import apply_update, sync_reference_if_due
-from grpo.run.passes import batch_logprobs, top_entropy_mask, update_microbatches
+from grpo.run.passes import batch_logprobs, microbatches_of_ranks, top_entropy_mask
 from grpo.run.prepare import prepare
 from grpo.run.records import Learner, Run
 from grpo.run.rollouts import replace_equal_groups, sample_and_score
@@ -138,7 +138,7 @@ def update(run: Run, step: Step, minibatch: Batch, *, is_first_pass: bool) -> No
     )
     denominator = world.sum(rank_denominator).clamp(min=1)
 
-    for micro, is_last in update_microbatches(learner, minibatch):
+    for micro, is_last in microbatches_of_ranks(learner, minibatch):
         reduces = is_last or run.config.optim.reduce_each_microbatch
         with gradient_sync(learner.scorer, enabled=reduces):
             with learner.policy.autocast():

@@ -321,9 +321,20 @@ def skip_zero_advantage(batch: Batch, num_minibatches: int = 1) -> Batch:
     return replace(batch, computed_B=computed_Mn.flatten())
 
 
-def microbatches(batch: Batch, max_tokens: int, *, packed: bool = False) -> Iterator[tuple[Batch, bool]]:
-    """``(micro-batch, is_last)`` for each part of :func:`microbatch_rows`."""
+def microbatches(
+    batch: Batch,
+    max_tokens: int,
+    *,
+    packed: bool = False,
+    num_passes: int = 0,
+) -> Iterator[tuple[Batch, bool]]:
+    """Yield ``(micro-batch, is_last)`` for each part of :func:`microbatch_rows`.
+
+    If there are fewer than ``num_passes``, the first ones have no effect.
+    """
     parts = microbatch_rows(batch, max_tokens, packed=packed)
+    for _ in range(num_passes - len(parts)):
+        yield without_effect(batch), False
     for number, rows in enumerate(parts, 1):
         micro = batch.select(rows)
         if micro.computed_B is not None:  # no metric counts the rows of advantage 0

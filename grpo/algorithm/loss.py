@@ -89,6 +89,9 @@ def policy_loss(
     others |= dict(policy_mask=policy_mask_BT, sampling_logprobs=sampling_logprobs_BT)
     _check_shapes(logprobs_BT, advantages_B, others)
     _check_aggregation(aggregation, max_length)
+    if not callable(objective):
+        check_choice("objective", objective, Objective)
+    check_choice("importance_level", importance_level, ImportanceLevel)
     check_choice("kl_estimator", kl_estimator, KLEstimator)
     check_choice("sampler_correction", sampler_correction, SamplerCorrection)
     if beta != 0 and ref_logprobs_BT is None:
@@ -177,7 +180,6 @@ def importance_ratio(
     ``token``: ``exp(logprob - old_logprob)``. ``sequence``: the geometric mean of these over the response, the same at
     each of its tokens (GSPO, eq. 7); its gradient reaches them all. Outside of the mask it is 1.
     """
-    check_choice("importance_level", importance_level, ImportanceLevel)
     mask_BT = mask_BT.bool()
     logprobs_BT = _zero_outside(mask_BT, logprobs_BT)
     old_logprobs_BT = _zero_outside(mask_BT, old_logprobs_BT.detach())
@@ -209,7 +211,6 @@ def surrogate_loss(
       leaves 1. ``t`` is the first temperature where A is positive, else the second.
     - ``reinforce``: ``-A * logprob``.
     """
-    check_choice("objective", objective, Objective)
     if objective == "clip":
         bounded_BT = ratio_BT if delta is None else ratio_BT.clamp(max=delta)
         return -torch.minimum(bounded_BT * A_B1, ratio_BT.clamp(*bounds) * A_B1)

@@ -11,22 +11,32 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from grpo.algorithm.batch import Batch, microbatch_rows, microbatches, without_effect
+from grpo.algorithm.batch import Batch, microbatch_rows, microbatches
 from grpo.algorithm.logprobs import CompletionScorer
 from grpo.algorithm.loss import entropy_threshold
 from grpo.distributed import give_back
 from grpo.run.records import Learner
 
 
-def update_microbatches(learner: Learner, minibatch: Batch) -> Iterator[tuple[Batch, bool]]:
-    """Yield ``(micro-batch, is_last)``.
+def microbatches_of_ranks(
+    learner: Learner,
+    batch: Batch,
+    *,
+    packed: bool | None = None,
+) -> Iterator[tuple[Batch, bool]]:
+    """Yield ``(micro-batch, is_last)``, as many on each rank under FSDP.
 
-    Under FSDP, a rank with fewer than another first yields some without effect.
+    Args:
+        packed: prompts are computed once per group. Default: as the policy's scorer does.
     """
-    packed = learner.bare_scorer.packed
-    for _ in range(_num_missing(learner, minibatch, packed)):
-        yield without_effect(minibatch), False
-    yield from microbatches(minibatch, learner.tokens_per_microbatch, packed=packed)
+    if packed is None:
+        packed = learner.bare_scorer.packed
+    max_tokens = learner.tokens_per_microbatch
+    num_passes = 0
+    if learner.is_sharded:
+        count = len(microbatch_rows(batch, max_tokens, packed=packed))
+        num_passes = int(learner.world.max(torch.tensor(count)))
+    return microbatches(batch, max_tokens, packed=packed, num_passes=num_passes)
 
 
 def batch_logprobs(learner: Learner, scorer: CompletionScorer, batch: Batch) -> Tensor:
@@ -46,21 +56,21 @@ def batch_logprobs_and_entropies(
     Rows that are not computed (``Batch.computed_B``) have 0.
     """
     shape = batch.completion_mask_BT.shape
-    logprobs_BT = torch.zeros(shape, device=learner.world.device)
-    entropies_BT = torch.zeros(shape, device=learner.world.device)
-    parts = microbatch_rows(batch, learner.tokens_per_microbatch, packed=scorer.packed)
-    num_rows = sum(len(rows) for rows in parts)
-    with learner.policy.autocast(), learner.reporter.bar("log-probs", num_rows, "row") as bar:
-        for _ in range(_num_missing(learner, batch, scorer.packed)):
-            scorer(*without_effect(batch).scorer_inputs)
-        for rows in parts:
-            logprobs_bt, entropies_bt = scorer(*batch.select(rows).scorer_inputs)
+    device = learner.world.device
+    logprobs_BT = torch.zeros(shape, device=device)
+    entropies_BT = torch.zeros(shape, device=device)
+    batch = replace(batch, row_B=torch.arange(len(batch), device=device))
+    with (
+        learner.policy.autocast(),
+        learner.reporter.bar("log-probs", len(batch), "row") as bar,
+    ):
+        for micro, _ in microbatches_of_ranks(learner, batch, packed=scorer.packed):
+            logprobs_bt, entropies_bt = scorer(*micro.scorer_inputs)
             # The longest completion of these rows may be shorter than that of the batch.
             t = logprobs_bt.shape[1]
-            rows = rows.to(logprobs_bt.device)
-            logprobs_BT[rows, :t] = logprobs_bt
-            entropies_BT[rows, :t] = entropies_bt
-            bar.update(len(rows))
+            logprobs_BT[micro.row_B, :t] = logprobs_bt
+            entropies_BT[micro.row_B, :t] = entropies_bt
+            bar.update(len(micro.row_B))
     give_back(scorer)
     return logprobs_BT, entropies_BT
 
@@ -75,14 +85,5 @@ def top_entropy_mask(learner: Learner, batch: Batch) -> Tensor:
     entropies_N = entropies_BT[batch.loss_mask_BT].cpu()
     gathered_N = torch.cat(learner.world.gather_objects(entropies_N))
     share = learner.config.algorithm.top_entropy_quantile
-    threshold = entropy_threshold(gathered_N, share).to(entropies_BT.device)
+    threshold = entropy_threshold(gathered_N, share).to(device=entropies_BT.device)
     return batch.loss_mask_BT & (entropies_BT >= threshold)
-
-
-def _num_missing(learner: Learner, batch: Batch, packed: bool) -> int:
-    """The number of micro-batches that this rank lacks beside another, if each is a collective."""
-    if not learner.is_sharded:
-        return 0
-    count = len(microbatch_rows(batch, learner.tokens_per_microbatch, packed=packed))
-    most = int(learner.world.max(torch.tensor(count)))
-    return most - count

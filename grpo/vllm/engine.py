@@ -24,7 +24,7 @@ from grpo.algorithm.batch import Completion, Group, Problem
 from grpo.algorithm.seeding import derive_seed
 from grpo.distributed import World, is_sharded, whole_trained_weights
 from grpo.model import Policy
-from grpo.rollout import Engine, SamplingParams, Stops
+from grpo.rollout import SamplingParams, Stops
 from grpo.rollout.interface import ROWS_PER_CALL, Replies, grouped
 from grpo.vllm.client import Sampled, Server, ServerError, session
 from grpo.vllm.weights import Probe, WeightsFolder
@@ -37,8 +37,8 @@ LOWEST_TEMPERATURE = 0.01
 """vLLM computes with this one in place of lower ones."""
 
 
-class VLLMEngine(Engine):
-    """Samples completions of problems from vLLM servers."""
+class VLLMEngine:
+    """Samples completions of problems from vLLM servers (:class:`grpo.rollout.interface.Engine`)."""
 
     communicates = True
     rows_per_call = ROWS_PER_CALL
@@ -123,6 +123,9 @@ class VLLMEngine(Engine):
         if sampling.is_greedy:
             completions = [replace(completion, sampling_logprobs=()) for completion in completions]
         return grouped(problems, completions, stops)
+
+    def dry_run(self, *_: Any) -> None:
+        """Do nothing: a server has its own memory, and bounds what it takes of it."""
 
     def close(self) -> None:
         """Delete the weights, and end the servers if they were started for this engine."""

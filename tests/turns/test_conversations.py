@@ -15,6 +15,7 @@ from grpo.data import Rows, make_problems
 from grpo.rewards import RewardRunner, RewardSpec
 from grpo.rewards.scores import score_groups
 from grpo.rollout import BuiltinEngine, SamplingParams, Stops
+from grpo.rollout.interface import Engine
 from grpo.system import UserError
 from grpo.turns.builtin import calculator, python
 from grpo.turns.engine import TurnsEngine
@@ -24,7 +25,7 @@ from grpo.turns.tools import Tools
 USER = str(Path(__file__).parent / "user_tools.py")
 
 
-class Scripted:
+class Scripted(Engine):
     """An engine (``grpo.rollout.interface.Engine``) whose model says the given turns, row by row."""
 
     communicates = False

@@ -13,13 +13,14 @@ from grpo.algorithm.batch import Completion, Group
 from grpo.config import load_config
 from grpo.data import Rows, make_problems
 from grpo.rollout import SamplingParams
+from grpo.rollout.interface import Engine
 from grpo.turns.engine import TurnsEngine
 from grpo.turns.tools import Tools
 
 HERE = Path(__file__).parent
 
 
-class Recorded:
+class Recorded(Engine):
     """An engine (``grpo.rollout.interface.Engine``) that samples the tokens that TRL's model sampled."""
 
     communicates = False
