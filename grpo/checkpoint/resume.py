@@ -13,8 +13,7 @@ from typing import Any
 import yaml
 
 from grpo.checkpoint import format as checkpoint
-from grpo.checkpoint.saver import CHOSEN
-from grpo.config import SERVER_KEYS, Config, ConfigError, keys_of
+from grpo.config import Config, ConfigError, flat, settings_but
 from grpo.config.secrets import masked
 from grpo.model import digest, is_adapter, model_digests
 from grpo.rewards import RewardRunner
@@ -34,14 +33,6 @@ OF_A_RUN = (
     RESOLVED_CONFIG,
 )
 """Files of a run besides its checkpoints, which a later run in the same folder overwrites or moves aside."""
-MUST_NOT_CHANGE = (
-    "seed", "model.name_or_path", "model.reference", "model.adapter", "model.disable_dropout",
-    "model.attn_implementation", "lora.", "data.", "reward.functions", "rollout.", "algorithm.", "optim.",
-    "model.chat_template", "runtime.precision", "tools", "environment",
-)  # fmt: skip
-"""Settings (or sections) that a resumed run must share with its checkpoint to be the same run."""
-MAY_CHANGE = ("optim.reduce_each_microbatch", *(f"rollout.{key}" for key in SERVER_KEYS))
-"""Settings in those sections that leave the run the same up to rounding."""
 
 
 class Lock:
@@ -197,32 +188,17 @@ def _differences(
     config: Config, state: dict[str, Any], data_fingerprint: str, content: dict[str, str]
 ) -> list[tuple[str, Any, Any]]:
     """``(key, old, new)`` for each setting, the data, and each file, that must not change and does."""
-    saved = _values_by_key(masked(state["config"]))
-    now = _values_by_key(config.for_writing())
-    for key, name in CHOSEN.items():  # setting what the run chose itself is no change
-        if now[key] == state.get(name):
-            saved[key] = now[key]
     triples = [("rows of data.dataset", state["data_fingerprint"][:12], data_fingerprint[:12])]
     for name in sorted(state["content"].keys() | content.keys()):
         old = state["content"].get(name, "missing")
         new = content.get(name, "missing")
         triples.append((f"content of {name}", old[:12], new[:12]))
-    defaults = _values_by_key(Config().for_writing())  # of keys that the checkpoint's version did not have
-    for key, value in now.items():
-        if key.startswith(MUST_NOT_CHANGE) and key not in MAY_CHANGE:
-            triples.append((key, saved.get(key, defaults[key]), value))
+
+    # A key that the checkpoint's version did not have had its default there.
+    saved = flat(Config().for_writing()) | flat(masked(state["config"]))
+    for key, value in settings_but("may change when a run continues", config).items():
+        triples.append((key, saved[key], value))
     return [(key, old, new) for key, old, new in triples if old != new]
-
-
-def _values_by_key(values: dict[str, Any]) -> dict[str, Any]:
-    """Nested values by the keys of the configuration; the value of a key may be a mapping."""
-    found = {}
-    for key in keys_of(Config):
-        section, dot, name = key.rpartition(".")
-        inside = values.get(section, {}) if dot else values
-        if name in inside:
-            found[key] = inside[name]
-    return found
 
 
 def check_output_dir(output: Path) -> None:

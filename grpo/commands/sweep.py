@@ -36,7 +36,15 @@ import yaml
 import grpo
 from grpo.commands.command import command, command_parser
 from grpo.commands.sweep_results import write_results
-from grpo.config import Config, ConfigError, check_world_size, flat, load_config, make_config, masked_argument
+from grpo.config import (
+    Config,
+    ConfigError,
+    check_world_size,
+    load_config,
+    make_config,
+    masked_argument,
+    settings_but,
+)
 from grpo.report.read import RunData, read_run
 from grpo.run.own import load_own_functions
 from grpo.system import end_with_parent, printable
@@ -44,11 +52,6 @@ from grpo.telemetry.terminal import survive_lost_readers
 
 SCRIPT = Path(grpo.__file__).parents[1] / "train_grpo.py"
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-NOT_COMPARED = (
-    "output_dir", "reward.timeout_s", "reward.num_workers", "rollout.tokens_in_flight",
-    "checkpoint.", "logging.", "runtime.",
-)  # fmt: skip
-"""Keys, and beginnings of keys, that say where and how fast a run is computed; but ``runtime.precision`` counts."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -215,18 +218,14 @@ def finished(run: SweptRun) -> RunData | None:
     if not file.exists():
         return None
     if run.config and not run.config.checkpoint.accept_changes and any(run.folder.glob("checkpoint-*")):
-        before, now = map(_settings, (make_config(file), run.config))
+        mark = "may differ between runs that are compared"
+        before = settings_but(mark, make_config(file))
+        now = settings_but(mark, run.config)
         if changes := [f"{key}: {before.get(key)!r}, now {now[key]!r}" for key in now if before.get(key) != now[key]]:
             remedies = "use another --output, the old values, or checkpoint.accept_changes=true"
             raise ConfigError(f"{run.folder} was started with other settings ({'; '.join(changes)}): {remedies}")
     data = read_run(run.folder, max_samples=0)
     return data if data.is_complete else None
-
-
-def _settings(config: Config) -> dict[str, Any]:
-    """Dotted key -> value of the settings on which the results of a run depend."""
-    values = flat(config.for_writing())
-    return {key: value for key, value in values if key == "runtime.precision" or not key.startswith(NOT_COMPARED)}
 
 
 def run_all(runs: Sequence[SweptRun]) -> tuple[dict[SweptRun, str], list[int]]:

@@ -4,12 +4,12 @@ from grpo.config.algorithm import PRESETS, AlgorithmConfig
 from grpo.config.arguments import (
     ConfigError,
     config_of_models,
-    flat,
     load_config,
     make_config,
     mask_command_line,
     masked_argument,
 )  # fmt: skip
+from grpo.config.compared import flat, settings_but, settings_of_all_ranks
 from grpo.config.config import Config, check_world_size
 from grpo.config.effects import keys_without_effect
 from grpo.config.help import KEYS_EPILOG, help_text, keys_of, unknown_key
@@ -18,7 +18,6 @@ from grpo.config.schema import (
     DataConfig,
     EvalConfig,
     OptimConfig,
-    RolloutConfig,
     RuntimeConfig,
     engine_overrides,
 )  # fmt: skip
@@ -33,7 +32,6 @@ __all__ = [
     "DataConfig",
     "EvalConfig",
     "OptimConfig",
-    "RolloutConfig",
     "RuntimeConfig",
     "check_world_size",
     "config_of_models",
@@ -46,5 +44,7 @@ __all__ = [
     "make_config",
     "mask_command_line",
     "masked_argument",
+    "settings_but",
+    "settings_of_all_ranks",
     "unknown_key",
 ]

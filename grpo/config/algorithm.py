@@ -2,7 +2,14 @@
 
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    model_validator,
+)
 
 from grpo.algorithm.choices import (
     Aggregation,
@@ -14,25 +21,30 @@ from grpo.algorithm.choices import (
     SamplerCorrection,
     Scale,
 )
-from grpo.config.schema import Section
+from grpo.config.schema import Positive, Proportion, Section
 
-_GRPO = dict(objective="clip", baseline="mean", scale="group", aggregation="response_mean", importance_level="token")
-_DPPO = dict(objective="dppo_tv", scale="none", aggregation="constant", epsilon=0.15, epsilon_high=0.15)
 PRESETS: dict[str, dict[str, Any]] = {
-    "grpo": _GRPO,
-    "dr_grpo": _GRPO | dict(scale="none", aggregation="constant", beta=0.0),
-    "dapo": _GRPO | dict(aggregation="token_mean", epsilon_high=0.28, beta=0.0, dynamic_sampling=True),
-    "gspo": _GRPO | dict(importance_level="sequence", epsilon=3e-4, epsilon_high=4e-4, beta=0.0),
-    "cispo": _GRPO | dict(objective="cispo", aggregation="token_mean", epsilon_high=5.0, beta=0.0),
-    "maxrl": _GRPO | dict(scale="mean", beta=0.0),
-    "gdpo": _GRPO | dict(beta=0.0),
-    "sapo": _GRPO | dict(objective="sapo", beta=0.0),
-    "dppo_tv": _GRPO | _DPPO | dict(beta=0.0),
-    "rloo": _GRPO | dict(objective="reinforce", baseline="leave_one_out", scale="none", beta=0.0),
-    "reinforce": _GRPO | dict(objective="reinforce", baseline="none", scale="none", beta=0.0),
-    "reinforce_baseline": _GRPO | dict(objective="reinforce", beta=0.0),
+    "grpo": {},
+    "dr_grpo": dict(scale="none", aggregation="constant", beta=0.0),
+    "dapo": dict(aggregation="token_mean", epsilon_high=0.28, beta=0.0, dynamic_sampling=True),
+    "gspo": dict(importance_level="sequence", epsilon=3e-4, epsilon_high=4e-4, beta=0.0),
+    "cispo": dict(objective="cispo", aggregation="token_mean", epsilon_high=5.0, beta=0.0),
+    "maxrl": dict(scale="mean", beta=0.0),
+    "gdpo": dict(beta=0.0),
+    "sapo": dict(objective="sapo", beta=0.0),
+    "dppo_tv": dict(
+        objective="dppo_tv",
+        scale="none",
+        aggregation="constant",
+        epsilon=0.15,
+        epsilon_high=0.15,
+        beta=0.0,
+    ),
+    "rloo": dict(objective="reinforce", baseline="leave_one_out", scale="none", beta=0.0),
+    "reinforce": dict(objective="reinforce", baseline="none", scale="none", beta=0.0),
+    "reinforce_baseline": dict(objective="reinforce", beta=0.0),
 }
-"""``algorithm.name`` -> the keys that it sets; the other keys keep the defaults below."""
+"""``algorithm.name`` -> the keys that it sets; the other keys keep the defaults below, which are GRPO's."""
 
 
 def is_own(name: str) -> bool:
@@ -60,7 +72,7 @@ class AlgorithmConfig(Section):
     """Subtracted from each reward: mean of the group, mean of the other completions of the group, or 0."""
     scale: Scale = "group"
     """Divides the reward less its baseline: standard deviation of group or batch, mean of the group (MaxRL), or 1."""
-    advantage_eps: float = Field(1e-4, ge=0)
+    advantage_eps: NonNegativeFloat = 1e-4
     """Added to the scale that divides, so that almost equal rewards do not give huge advantages."""
     aggregation: Aggregation = "response_mean"
     """Average over tokens, then responses; over all tokens; or the sum / (responses x normalize_constant)."""
@@ -68,44 +80,44 @@ class AlgorithmConfig(Section):
     """Tokens that aggregation=constant counts for each response; none: rollout.max_completion_length."""
     importance_level: ImportanceLevel = "token"
     """One importance ratio per token, or one per response (GSPO)."""
-    epsilon: float = Field(0.2, ge=0)
+    epsilon: NonNegativeFloat = 0.2
     """Importance ratios below 1 - epsilon are clipped (objective=clip); dppo_tv: probabilities that fell by more."""
-    epsilon_high: float | None = Field(None, ge=0)
+    epsilon_high: NonNegativeFloat | None = None
     """The same above 1 + epsilon_high, or for probabilities that rose by more; none: as epsilon."""
     delta: float | None = Field(None, gt=1)
     """Upper bound of the importance ratio for negative advantages, which objective=clip does not clip; none: none."""
-    top_entropy_quantile: float = Field(1.0, gt=0, le=1)
+    top_entropy_quantile: Proportion = 1.0
     """Train only on this share of the tokens of a step, those with the highest entropy; the KL counts all. Below 1 it
     costs one more forward pass."""
     sampler_correction: SamplerCorrection = "none"
     """Weight the loss by the probability as scored before the update / as sampled, per token or completion (sequence).
     Outside of the two bounds the weight is the bound (truncate: TIS) or 0 (mask: MIS). geometric_mask: 1 within the
     bounds, such as 0.99 and 1.01, of the geometric mean over the completion's tokens, else 0."""
-    sampler_correction_min: float | None = Field(None, ge=0)
+    sampler_correction_min: NonNegativeFloat | None = None
     """Lower bound of that weight; none: no bound."""
-    sampler_correction_max: float | None = Field(3.0, gt=0)
+    sampler_correction_max: PositiveFloat | None = 3.0
     """Upper bound of that weight; none: no bound."""
-    off_policy_mask_threshold: float | None = Field(None, ge=0)
+    off_policy_mask_threshold: NonNegativeFloat | None = None
     """Leave completions with a negative advantage out of the policy loss if their log-prob per token has fallen by more
     than this since they were sampled (off-policy sequence masking, DeepSeek-V3.2); none: leave none out."""
-    beta: float = Field(0.04, ge=0)
+    beta: NonNegativeFloat = 0.04
     """Weight of the KL to the reference model; 0: no reference model is kept in memory."""
     kl_estimator: KLEstimator = "k3"
     """Estimator of the KL: -d, d^2 / 2 or exp(d) - d - 1, where d is the reference's log-prob less the policy's."""
     unbiased_kl: bool = False
     """Multiply the KL of each token by its importance ratio, for an unbiased gradient of the KL (DeepSeek-V3.2)."""
-    num_iterations: int = Field(1, ge=1)
+    num_iterations: Positive = 1
     """Passes over the completions of a step."""
-    num_minibatches: int = Field(1, ge=1)
+    num_minibatches: Positive = 1
     """Optimizer updates per pass."""
     mask_truncated_completions: bool = False
     """Leave truncated completions out of the loss."""
     dynamic_sampling: bool = False
     """Replace a group whose advantages are all 0 (equal rewards) by a group of another problem (DAPO), three times at
     most; then the last group stays."""
-    ref_sync_steps: int = Field(0, ge=0)
+    ref_sync_steps: NonNegativeInt = 0
     """Move the reference model towards the policy every N steps; 0: never."""
-    ref_sync_alpha: float = Field(1.0, gt=0, le=1)
+    ref_sync_alpha: Proportion = 1.0
     """Weight of the policy in the moved reference model: ref = alpha * policy + (1 - alpha) * ref."""
 
     dynamic_sampling_attempts: ClassVar[int] = 3
@@ -114,7 +126,7 @@ class AlgorithmConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _fill_from_preset(cls, values: Any) -> Any:
-        name = values.get("name", "grpo") if isinstance(values, dict) else None
+        name = values.get("name") if isinstance(values, dict) else None
         return PRESETS.get(name, {}) | values if isinstance(name, str) else values
 
     @model_validator(mode="after")

@@ -5,7 +5,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -183,15 +183,6 @@ def read_config_file(name: str | os.PathLike[str]) -> dict[str, Any]:
         raise ConfigError(f"{name}: expected a mapping of sections, got {type(values).__name__}")
     # `model:` with nothing under it means the section's defaults.
     return _as_given({key: value for key, value in (values or {}).items() if value is not None})
-
-
-def flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """``(dotted key, value)`` of nested dictionaries."""
-    if isinstance(value, dict) and value:
-        for key, inner in value.items():
-            yield from flat(inner, f"{prefix}.{key}" if prefix else str(key))
-    elif prefix:
-        yield prefix, value
 
 
 def read_yaml(text: str, source: str) -> Any:

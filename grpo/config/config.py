@@ -16,7 +16,7 @@ ENVIRONMENT_ROWS = "environment:prompts"
 
 
 class Config(schema.Section):
-    output_dir: schema.Folder = "runs/default"
+    output_dir: schema.PerMachine[schema.SameResults[schema.Folder]] = "runs/default"
     """Folder of the run: config.yaml, metrics.jsonl, completions/, checkpoint-<step>/."""
     seed: int = Field(0, ge=0, lt=2**63)
     """All random numbers of the run are derived from this one."""
@@ -98,7 +98,9 @@ class Config(schema.Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        a, prompts, minibatches = self.algorithm, self.rollout.prompts_per_step, self.algorithm.num_minibatches
+        a = self.algorithm
+        minibatches = a.num_minibatches
+        prompts = self.rollout.prompts_per_step
         compares = a.advantages is None and (a.baseline != "none" or a.scale in ("group", "mean"))
         if self.rollout.num_generations == 1 and compares:
             remedy = "use num_generations >= 2, or algorithm.baseline=none with algorithm.scale=none"
@@ -135,9 +137,9 @@ def _check_lora(config: Config) -> None:
 
 def check_world_size(config: Config, world_size: int) -> None:
     """ValueError if so many processes cannot share the problems of a step evenly; it names the numbers that fit."""
-    prompts, minibatches, shard_size = (
-        config.rollout.prompts_per_step, config.algorithm.num_minibatches, config.runtime.shard_size,
-    )  # fmt: skip
+    prompts = config.rollout.prompts_per_step
+    minibatches = config.algorithm.num_minibatches
+    shard_size = config.runtime.shard_size
     if prompts % (world_size * minibatches):
         factors = f"{world_size} processes" + (f" x algorithm.num_minibatches={minibatches}" if minibatches > 1 else "")
         fits = [str(n) for n in range(world_size - 1, 0, -1) if prompts % (n * minibatches) == 0]

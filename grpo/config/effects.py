@@ -1,6 +1,6 @@
 """Keys that have no effect because of the values of other keys."""
 
-from grpo.config.arguments import flat
+from grpo.config.compared import flat
 from grpo.config.config import Config
 
 WITHOUT_EFFECT = {
@@ -98,13 +98,13 @@ def keys_without_effect(config: Config) -> dict[str, str]:
         (rollout.addresses, "with rollout.server=ADDRESS", "rollout.vllm_command"),
         (config.optim.max_steps, "with optim.max_steps", "optim.num_epochs"),
     ]
-    for key, value in flat(config.model_dump(mode="json")):
+    for key, value in flat(config.model_dump(mode="json")).items():
         setting = f"{key}={value}"
         if setting in WITHOUT_EFFECT:
             conditions.append((True, f"with {setting}", WITHOUT_EFFECT[setting]))
 
-    defaults = dict(flat(Config().model_dump(mode="json")))
-    changed = [key for key, value in flat(config.given) if value != defaults.get(key)]
+    defaults = flat(Config().model_dump(mode="json"))
+    changed = [key for key, value in flat(config.given).items() if value != defaults.get(key)]
     found: dict[str, str] = {}
     for holds, reason, keys in conditions:
         for key in keys.split():

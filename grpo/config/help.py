@@ -31,8 +31,10 @@ def keys_of(model: type[BaseModel], prefix: str = "") -> dict[str, FieldInfo]:
     """Every key of the configuration, written ``section.key``, with its pydantic field."""
     found = {}
     for name, field in model.model_fields.items():
-        is_section = isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
-        found |= keys_of(field.annotation, f"{prefix}{name}.") if is_section else {prefix + name: field}
+        if isinstance(field.default, BaseModel):  # a section
+            found |= keys_of(type(field.default), f"{prefix}{name}.")
+        else:
+            found[prefix + name] = field
     return found
 
 
@@ -97,7 +99,8 @@ def as_yaml(value: Any) -> str:
 def unknown_key(key: str, known: list[str], other_names: Mapping[str, str] = OTHER_NAMES) -> str:
     """The error for a key that does not exist, naming the key that was probably meant."""
     leaf = key.rpartition(".")[2]
-    names = {k.rpartition(".")[2]: k for k in reversed(known)} | {k.split(".")[0]: k.split(".")[0] for k in known}
+    names = {k.rpartition(".")[2]: k for k in reversed(known)}
+    names |= {section: section for section in SECTIONS}
     meant = other_names.get(leaf)
     if meant is not None and meant not in known:
         return f"unknown key {key!r}: {meant}"
@@ -110,7 +113,7 @@ def unknown_key(key: str, known: list[str], other_names: Mapping[str, str] = OTH
 def explain(error: Mapping[str, Any], known: list[str]) -> str:
     """One of pydantic's errors in one line: the key, the value and what would work."""
     key = ".".join(str(part) for part in error["loc"])
-    is_section = any(k.startswith(f"{key}.") for k in known)
+    is_section = key in SECTIONS
     message = error["msg"].removeprefix("Value error, ")
     if error["type"] == "extra_forbidden":
         return unknown_key(key, known)

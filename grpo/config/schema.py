@@ -4,18 +4,59 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self, TypeVar, get_args
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    field_validator,
+    model_validator,
+)
 
 from grpo.config.secrets import names_a_secret
 
 Folder = Annotated[str, AfterValidator(os.path.expanduser)]
 """A path in which ``~`` is the home folder: the shell replaces it at the start of a word only, not after ``=``."""
+FolderOrNone = Annotated[str | None, AfterValidator(lambda path: path and os.path.expanduser(path))]
 Positive = Annotated[int, Field(ge=1)]
-Probability = Annotated[float, Field(gt=0, le=1)]
+Probability = Annotated[float, Field(ge=0, le=1)]
+Proportion = Annotated[float, Field(gt=0, le=1)]
+"""A share that cannot be 0."""
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+"""A share that cannot be 1."""
 Text = Annotated[str, Field(min_length=1)]
+
+# Marks around the type of a key say where its value may differ; `settings_but` leaves out
+# the keys of a mark. A key without a mark is compared everywhere.
+Value = TypeVar("Value")
+PerMachine = Annotated[Value, "may differ between the machines of a run"]
+"""Mark of a path, an address or a device. Of files, the contents are compared in place of the paths."""
+SameRun = Annotated[Value, "may change when a run continues"]
+"""Mark of settings of evaluations, and of vLLM servers, whose options can change what is sampled. A run
+may continue with another value, but results compare only between runs with the same value."""
+SameResults = Annotated[SameRun[Value], "may differ between runs that are compared"]
+"""Mark of settings that say where, how fast or how long a run is computed, and what is kept of it.
+The results are the same up to rounding."""
+
+
+def _text_of(value: str | None) -> str | None:
+    """The text of a file with one of these endings; any other value as it is."""
+    if not value or not value.endswith((".jinja", ".txt", ".md")) or "\n" in value:
+        return value
+    path = Path(value).expanduser()
+    if not path.is_file():
+        raise ValueError("there is no such file")
+    return path.read_text(encoding="utf-8").rstrip("\n")
+
+
+TextOrFile = Annotated[str | None, AfterValidator(_text_of)]
+"""A text, or the name of its file. The configuration of a run holds the text: the file may change."""
 
 
 class Section(BaseModel):
@@ -44,48 +85,32 @@ class Section(BaseModel):
 
 
 class ModelConfig(Section):
-    name_or_path: str = "builtin:tiny"
+    name_or_path: PerMachine[str] = "builtin:tiny"
     """Hub id, local folder, or builtin:tiny (1M parameters, trained on the built-in task at first use, then cached)."""
-    adapter: Annotated[str | None, AfterValidator(lambda path: path and os.path.expanduser(path))] = None
+    adapter: PerMachine[FolderOrNone] = None
     """Folder of a LoRA adapter of the model, which training continues from, and which is part of the KL's reference."""
-    chat_template: str | None = None
+    chat_template: TextOrFile = None
     """Chat template in place of the model's own: the text of it, or a .jinja file. Checkpoints have it too."""
     attn_implementation: str = "sdpa"
     """Attention implementation, as transformers names it: sdpa, eager, flash_attention_2, ..."""
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: SameResults[bool] = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
-    reference: str | None = None
+    reference: PerMachine[str | None] = None
     """Hub id or folder of the reference model of the KL, with the same tokens; none: the model of the start."""
     disable_dropout: bool = True
     """Set every dropout, layerdrop and router noise to 0, so that tokens are scored by the policy that sampled them."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model."""
 
-    @field_validator("chat_template")
-    @classmethod
-    def _read_template(cls, value: str | None) -> str | None:
-        return text_of(value, ".jinja")
-
-
-def text_of(value: str | None, *endings: str) -> str | None:
-    """The text of a file with one of the endings; any other value as it is. The configuration of a run holds the text,
-    not a file that may change."""
-    if not value or not value.endswith(endings) or "\n" in value:
-        return value
-    path = Path(value).expanduser()
-    if not path.is_file():
-        raise ValueError("there is no such file")
-    return path.read_text(encoding="utf-8").rstrip("\n")
-
 
 class LoraConfig(Section):
     """Names follow peft's ``LoraConfig``."""
 
-    rank: int = Field(0, ge=0)
+    rank: NonNegativeInt = 0
     """Rank of the adapters; 0: no adapters, all weights are trained."""
     alpha: Positive | None = None
     """The adapters' change of a weight is multiplied by alpha / rank; none: 2 * rank, as in TRL (r 16, alpha 32)."""
-    dropout: float = Field(0.0, ge=0, lt=1)
+    dropout: Fraction = 0.0
     """Dropout of the adapters' inputs while training; above 0 it needs model.disable_dropout=false."""
     target_modules: Text | Annotated[list[Text], Field(min_length=1)] = "all-linear"
     """Linear layers that get adapters: all-linear (all but the head), a list of the ends of their names (q_proj,
@@ -99,7 +124,7 @@ class LoraConfig(Section):
 
 
 class DataConfig(Section):
-    dataset: str = "builtin:arithmetic"
+    dataset: PerMachine[str] = "builtin:arithmetic"
     """Hub id, .jsonl/.json/.csv/.parquet file, folder saved by datasets, builtin:arithmetic, builtin:countdown,
     builtin:calculator, builtin:guess_number, or reasoning_gym:<task>. none, with `environment`: its own prompts."""
     config_name: str | dict[str, Any] | None = None
@@ -109,7 +134,7 @@ class DataConfig(Section):
     eval_split: str | None = "auto"
     """Split to evaluate on; slices work. auto: that of a built-in task, or the rows of `eval_dataset`; none: no
     evaluation."""
-    eval_dataset: str | None = None
+    eval_dataset: PerMachine[str | None] = None
     """Dataset that has the evaluation split, if it is not `dataset` (a second file, for example)."""
     prompt_column: str = "prompt"
     """Column with the question: text, or a list of chat messages. A field in a column: column.field. Rows of an
@@ -119,7 +144,7 @@ class DataConfig(Section):
     list, each item is right."""
     answer_pattern: str | None = None
     """Regular expression (of the package regex) that finds the answer in its column: the first group, or the match."""
-    system_prompt: str | None = None
+    system_prompt: TextOrFile = None
     """System message before each prompt: the text, or a .txt or .md file. none: that of the row or built-in task."""
     prompt_template: str | None = Field(None, pattern=r"\{prompt\}")
     """Text that the model gets instead of its chat template, with {prompt} for the question: for base models, and, as
@@ -141,11 +166,6 @@ class DataConfig(Section):
     max_eval_samples: Positive | None = None
     """Load only the first N evaluation problems; none: all."""
 
-    @field_validator("system_prompt")
-    @classmethod
-    def _read_file(cls, value: str | None) -> str | None:
-        return text_of(value, ".txt", ".md")
-
     @field_validator("few_shot")
     @classmethod
     def _has_prompt_and_completion(cls, value: list[dict[str, str]]) -> list[dict[str, str]]:
@@ -160,7 +180,16 @@ class DataConfig(Section):
         return self
 
 
-class RewardFunction(Section):
+class Named(Section):
+    """A section of which a list may hold the name alone."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_alone(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
+
+
+class RewardFunction(Named):
     name: str
     """Name of a built-in reward, package.module:function, path/to/file.py:function, or classifier:<model>."""
     weight: float = 1.0
@@ -168,36 +197,25 @@ class RewardFunction(Section):
     args: dict[str, Any] = {}
     """Keyword arguments of the function."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _name_alone(cls, value: Any) -> Any:
-        return {"name": value} if isinstance(value, str) else value
 
-
-class Tool(Section):
+class Tool(Named):
     name: str
     """calculator, python, package.module:function, or path/to/file.py:function."""
     args: dict[str, Any] = {}
     """Arguments that the model does not choose."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _name_alone(cls, value: Any) -> Any:
-        return {"name": value} if isinstance(value, str) else value
-
 
 class RewardConfig(Section):
     functions: list[RewardFunction] = [RewardFunction(name="accuracy")]
     """Reward functions, summed with their weights: a list of {name, weight, args}, or of names alone."""
-    timeout_s: float = Field(10.0, gt=0)
+    timeout_s: SameResults[PositiveFloat] = 10.0
     """Seconds after which a reward function that does not return is killed; its completion has no reward then. A tool
     is killed too, and the model gets an error as its result."""
-    num_workers: Positive | None = None
+    num_workers: SameResults[Positive | None] = None
     """Processes per rank that run the reward functions, and as many for tools; none: 1, and 8 for tools."""
 
 
 SERVER_KEYS = ("server", "vllm_command", "weights_folder")
-"""Keys that are read with ``engine=vllm`` alone. They may differ when a run continues."""
 
 
 class RolloutConfig(Section):
@@ -207,13 +225,13 @@ class RolloutConfig(Section):
     """Completions per problem (G)."""
     max_completion_length: Positive = 512
     """Longest completion in tokens; longer ones are truncated."""
-    temperature: float = Field(1.0, gt=0)
+    temperature: PositiveFloat = 1.0
     """Sampling temperature; log-probs are computed at the same temperature."""
-    top_p: Probability = 1.0
+    top_p: Proportion = 1.0
     """Sample only among the likeliest tokens that have this probability together; below 1, see keep_sampling_mask."""
-    top_k: int = Field(0, ge=0)
+    top_k: NonNegativeInt = 0
     """Sample only among the k likeliest tokens; 0: all. Above 0, see keep_sampling_mask."""
-    min_p: float = Field(0.0, ge=0, le=1)
+    min_p: Probability = 0.0
     """Do not sample tokens below this fraction of the likeliest one's probability; above 0, see keep_sampling_mask."""
     keep_sampling_mask: bool = False
     """Compute log-probs by a softmax over the tokens that top_p, top_k and min_p left when the token was sampled, as
@@ -221,7 +239,7 @@ class RolloutConfig(Section):
     stop: list[Text] = []
     """Strings that end a completion; they stay part of it. A special token is found by its id and must stand alone;
     in the text for rewards it stays if it is a tag, such as </answer>."""
-    tokens_in_flight: Positive | None = None
+    tokens_in_flight: SameResults[Positive | None] = None
     """Most tokens (prompt + completion) in the KV cache at once, per rank; none: all, or what fits in the dry run."""
     max_turns: Positive | None = None
     """Most turns of the model in a completion; none: as many as fit into max_completion_length with the answers."""
@@ -231,12 +249,12 @@ class RolloutConfig(Section):
     """Own rollout function, path/to/file.py:function, which makes the completions with a `generate` that it gets."""
     engine: Literal["builtin", "vllm"] = "builtin"
     """Sampler: builtin, in the training process; vllm, servers that get the weights (docs/vllm.md)."""
-    server: str | list[str] = "start"
+    server: PerMachine[SameRun[str | list[str]]] = "start"
     """With engine=vllm: start (by the trainer), or addresses of servers, http://host:8000, which the ranks share."""
-    vllm_command: str = "vllm serve {model}"
+    vllm_command: PerMachine[SameRun[str]] = "vllm serve {model}"
     """With server=start: the command, to which port, precision and lengths are added; {model} is the model's folder.
     vLLM may be in another environment: /path/bin/vllm serve {model}."""
-    weights_folder: Folder = "/dev/shm"
+    weights_folder: PerMachine[SameResults[Folder]] = "/dev/shm"
     """With engine=vllm: folder through which servers get the weights, which all machines see; /dev/shm is memory."""
 
     @field_validator("server")
@@ -282,31 +300,31 @@ def engine_overrides(engine: str) -> list[str]:
 
 
 class OptimConfig(Section):
-    learning_rate: float = Field(1e-6, gt=0)
+    learning_rate: PositiveFloat = 1e-6
     """Peak learning rate."""
-    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
+    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
     """Decay rates of AdamW's two running averages."""
-    weight_decay: float = Field(0.0, ge=0)
+    weight_decay: NonNegativeFloat = 0.0
     """Decoupled weight decay, of matrices only."""
-    max_grad_norm: float = Field(1.0, gt=0)
+    max_grad_norm: PositiveFloat = 1.0
     """Gradients of a larger norm are scaled down to this norm."""
     lr_scheduler_type: Literal[
         "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "cosine_with_min_lr",
         "polynomial", "inverse_sqrt",
     ] = "constant"  # fmt: skip
     """Learning rate schedule, as transformers.get_scheduler names it."""
-    warmup_steps: float = Field(0, ge=0)
+    warmup_steps: NonNegativeFloat = 0
     """Warm-up in optimizer updates; below 1: as a fraction of all updates."""
-    min_lr: float | None = Field(None, ge=0)
+    min_lr: NonNegativeFloat | None = None
     """Learning rate at the end of a cosine schedule; none: 0."""
     max_steps: Positive | None = None
     """Steps (batches of completions) to train; none: as many as num_epochs gives."""
-    num_epochs: float = Field(1.0, gt=0)
+    num_epochs: PositiveFloat = 1.0
     """Passes over the training problems, if max_steps is none."""
-    tokens_per_microbatch: Positive = 16384
+    tokens_per_microbatch: SameResults[Positive] = 16384
     """Most tokens of one forward and backward pass: prompts (each once per group) and completions. Unless set, the dry
     run lowers it if it does not fit."""
-    reduce_each_microbatch: bool = False
+    reduce_each_microbatch: SameResults[bool] = False
     """With fsdp: sum the gradients over the ranks after every micro-batch; false: after the last one, with less
     communication and whole gradients (4 bytes a parameter) until then. The results are the same up to rounding."""
 
@@ -322,29 +340,29 @@ class OptimConfig(Section):
 
 
 class EvalConfig(Section):
-    every: Positive | None = None
+    every: SameRun[Positive | None] = None
     """Evaluate every N steps; none: only before and after training."""
-    before_training: bool = True
+    before_training: SameRun[bool] = True
     """Evaluate before the first step, to compare the end of training with."""
-    num_samples: Positive = 1
+    num_samples: SameRun[Positive] = 1
     """Sampled completions per problem for mean@k and pass@k, besides the greedy one; at temperature 0 none."""
-    temperature: float = Field(0.0, ge=0)
+    temperature: SameRun[NonNegativeFloat] = 0.0
     """Sampling temperature of the sampled completions; 0: the greedy completion only."""
-    top_p: Probability = 1.0
+    top_p: SameRun[Proportion] = 1.0
     """Sample only among the likeliest tokens that have this probability together; not for the greedy completion."""
-    top_k: int = Field(0, ge=0)
+    top_k: SameRun[NonNegativeInt] = 0
     """Sample only among the k likeliest tokens; 0: all."""
-    min_p: float = Field(0.0, ge=0, le=1)
+    min_p: SameRun[Probability] = 0.0
     """Do not sample tokens with less than this fraction of the likeliest token's probability."""
-    max_completion_length: Positive | None = None
+    max_completion_length: SameRun[Positive | None] = None
     """Longest completion of an evaluation in tokens, greedy ones too; none: rollout.max_completion_length."""
-    max_samples: Positive | None = None
+    max_samples: SameRun[Positive | None] = None
     """Evaluate on the first N evaluation problems; none: all."""
-    correctness: str | None = None
+    correctness: SameRun[str | None] = None
     """Name of the reward that tells if a completion is correct; none: the first reward that checks answers."""
-    correct_above: float = 0.0
+    correct_above: SameRun[float] = 0.0
     """A completion is correct if the reward `correctness` is above this (0.99 where a wrong answer earns a part)."""
-    format: str | None = None
+    format: SameRun[str | None] = None
     """Reward that is above 0 for a well-formed completion; none: `format`. Without it: one with an answer as `accuracy`
     in the mode boxed or #### reads it, or of the form <think>..</think> <answer>..</answer>."""
 
@@ -362,32 +380,32 @@ class EvalConfig(Section):
 
 
 class CheckpointConfig(Section):
-    save_steps: Positive | None = None
+    save_steps: SameResults[Positive | None] = None
     """Save a checkpoint every N steps; the last step is always saved."""
-    keep: Positive = 2
+    keep: SameResults[Positive] = 2
     """Number of newest checkpoints to keep; older ones are deleted."""
-    keep_best: str | None = Field(None, pattern=r"^eval/")
+    keep_best: SameResults[str | None] = Field(None, pattern=r"^eval/")
     """Also keep the checkpoint with the highest value of this evaluation metric (eval/greedy_accuracy, for example)."""
-    resume: Folder = "auto"
+    resume: PerMachine[SameResults[Folder]] = "auto"
     """auto: continue from the newest valid checkpoint in output_dir; never: start at step 0; or a checkpoint folder."""
-    accept_changes: bool = False
+    accept_changes: SameResults[bool] = False
     """Continue even if model, data, rewards, algorithm, optimizer, precision or seed differ from the checkpoint's."""
 
 
 class LoggingConfig(Section):
-    wandb: Literal["disabled", "offline", "online"] = "disabled"
+    wandb: SameResults[Literal["disabled", "offline", "online"]] = "disabled"
     """Weights & Biases mode; metrics.jsonl is always written."""
-    project: str = "grpo"
+    project: SameResults[str] = "grpo"
     """Project in wandb and trackio."""
-    run_name: str | None = None
+    run_name: SameResults[str | None] = None
     """Name of the run in wandb and trackio; none: the name of output_dir (trackio: with its folders)."""
-    trackio: bool = False
+    trackio: SameResults[bool] = False
     """Show the run in trackio, a dashboard on this machine; needs the extra "trackio": pip install -e ".[trackio]"."""
-    tensorboard: bool = False
+    tensorboard: SameResults[bool] = False
     """Write TensorBoard's event files to output_dir/tensorboard; needs the extra "tensorboard"."""
-    log_completions: int = Field(4, ge=0)
+    log_completions: SameResults[NonNegativeInt] = 4
     """Completions to write to completions/ (Parquet) every `every` steps, two of each problem; 0: none."""
-    every: Positive = 1
+    every: SameResults[Positive] = 1
     """Console line, point on dashboards, and completions every N steps (metrics.jsonl has every step)."""
 
     @property
@@ -397,24 +415,24 @@ class LoggingConfig(Section):
 
 
 class RuntimeConfig(Section):
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: PerMachine[SameResults[Literal["auto", "cpu", "cuda"]]] = "auto"
     """auto (CUDA if there is a GPU), cpu, or cuda."""
     precision: Literal["bf16", "fp32"] = "bf16"
     """bf16: autocast, with fp32 weights; fp32: no autocast."""
-    parallel: Literal["ddp", "fsdp"] = "ddp"
+    parallel: SameResults[Literal["ddp", "fsdp"]] = "ddp"
     """ddp: every rank holds the whole model; fsdp (FSDP2): weights, gradients and optimizer states are sharded."""
-    shard_size: int | None = Field(None, ge=2)
+    shard_size: SameResults[int | None] = Field(None, ge=2)
     """With fsdp: neighbouring ranks that share one copy of the model, the GPUs of a machine for example; none: all."""
-    offload: Literal["none", "optimizer", "all"] = "none"
+    offload: SameResults[Literal["none", "optimizer", "all"]] = "none"
     """With fsdp, into host memory: optimizer moves Adam's averages there between updates; all also weights and
     gradients (FSDP2 has these three together only). Without a GPU it changes nothing. Not yet run on a GPU."""
-    fast_decode: bool = True
+    fast_decode: SameResults[bool] = True
     """Decode Llama-shaped models with own code, on a GPU in CUDA graphs; false: with transformers' code."""
-    timeout_s: float = Field(1800.0, gt=0)
+    timeout_s: SameResults[PositiveFloat] = 1800.0
     """Seconds that a rank waits for the others; a vLLM server may take a third of them to start or to answer."""
-    deterministic: bool = False
+    deterministic: SameResults[bool] = False
     """Use only kernels that give the same bits every time (slower; needed on CUDA, and on CPU with several threads)."""
-    threads_per_rank: Annotated[int, Field(gt=0, le=1024)] | None = None
+    threads_per_rank: PerMachine[SameResults[Annotated[int, Field(gt=0, le=1024)] | None]] = None
     """CPU threads of each rank; none: OMP_NUM_THREADS (unless torchrun's 1), else cores of the machine / its ranks."""
-    try_largest_step: bool | None = None
+    try_largest_step: SameResults[bool | None] = None
     """Try the largest possible step at start, so that out of memory shows early; none: on CUDA only."""

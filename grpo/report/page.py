@@ -78,7 +78,7 @@ def _run(name: str, run: RunData) -> dict[str, Any]:
     names = dict.fromkeys(key for line in steps for key in line if key != "step" and not key.startswith("eval/"))
     evaluated = evaluations(run)
     seconds = list(accumulate((line.get("step_time") or 0.0) + (line.get("time/eval") or 0.0) for line in steps))
-    defaults = dict(flat(Config().model_dump(mode="json")))
+    defaults = flat(Config().model_dump(mode="json"))
     config = defaults | run.config
     hints = hints_for(
         config["algorithm.baseline"],

@@ -75,7 +75,7 @@ def _read_config(path: Path, notes: list[str]) -> dict[str, Any]:
     try:
         values = yaml.safe_load(path.read_bytes()) or {}
         values.pop("given", None)
-        return dict(flat(values))
+        return flat(values)
     except (OSError, ValueError, yaml.YAMLError):
         notes.append("config.yaml could not be read.")
         return {}

@@ -84,9 +84,18 @@ def test_a_complete_run_with_the_same_settings_is_done(tmp_path):
     write_run(run)
     assert finished(run).is_complete
     machine = "runtime.device=cpu runtime.threads_per_rank=1 logging.every=9 reward.num_workers=1 checkpoint.keep=1"
-    (elsewhere,) = plan_of(tmp_path, *machine.split())
-    assert finished(elsewhere).is_complete, "where it is computed does not count"
-    for change in ("optim.learning_rate=1", "eval.num_samples=3", "runtime.precision=bf16", "data.system_prompt=x"):
+    limits = "optim.tokens_per_microbatch=99 rollout.tokens_in_flight=99 model.gradient_checkpointing=true"
+    (elsewhere,) = plan_of(tmp_path, *machine.split(), *limits.split())
+    assert finished(elsewhere).is_complete, "where and in which parts it is computed does not count"
+    for change in (
+        "rollout.vllm_command=other {model}",
+        "rollout.server=http://a:1",
+        "model.trust_remote_code=True",
+        "optim.learning_rate=1",
+        "eval.num_samples=3",
+        "runtime.precision=bf16",
+        "data.system_prompt=x",
+    ):
         key, _, value = change.partition("=")
         with pytest.raises(ConfigError, match=rf"started with other settings \({key}: .*now '?{value}"):
             finished(plan_of(tmp_path, change)[0])
@@ -98,6 +107,14 @@ def test_a_complete_run_with_the_same_settings_is_done(tmp_path):
     assert finished(run).is_complete
     (run.folder / "checkpoint-3").rename(run.folder / "checkpoint-2")
     assert finished(run) is None, "it goes on"
+
+
+def test_a_mapping_that_has_lost_an_entry_is_another_setting(tmp_path):
+    (run,) = plan_of(tmp_path, "data.chat_template_kwargs={a: 1, b: 2}")
+    write_run(run)
+    (fewer,) = plan_of(tmp_path, "data.chat_template_kwargs={a: 1}")
+    with pytest.raises(ConfigError, match=r"kwargs: \{'a': 1, 'b': 2\}, now \{'a': 1\}"):
+        finished(fewer)
 
 
 def test_the_numbers_of_a_run(tmp_path):

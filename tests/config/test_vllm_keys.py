@@ -3,7 +3,7 @@
 import pytest
 
 from grpo.checkpoint.resume import _differences
-from grpo.config import SERVER_KEYS, make_config
+from grpo.config import make_config
 from grpo.run.summary import warnings_of
 
 VLLM = {"rollout.engine": "vllm"}
@@ -62,7 +62,6 @@ def test_servers_may_change_between_runs_and_the_engine_may_not():
         "rollout.vllm_command": "v {model}",
         "rollout.weights_folder": "/elsewhere",
     }
-    assert {key.removeprefix("rollout.") for key in moved} == set(SERVER_KEYS)
     saved = {"config": make_config(VLLM).for_writing(), "data_fingerprint": "", "content": {}}
     assert _differences(make_config(VLLM | moved), saved, "", {}) == []
     assert ("rollout.engine", "vllm", "builtin") in _differences(make_config({}), saved, "", {})
