@@ -30,7 +30,7 @@ from grpo.checkpoint.resume import (
     start_output,
 )
 from grpo.checkpoint.saver import Progress, Saver, bits_depend_on
-from grpo.config import SERVER_KEYS, Config, ConfigError, check_world_size, flat, mask_command_line
+from grpo.config import Config, ConfigError, check_world_size, mask_command_line, settings_of_all_ranks
 from grpo.data import ProblemSet, Rows, Schedule, check_enough, fingerprint, load_rows, make_problems
 from grpo.distributed import World, is_sharded, wrap_data_parallel
 from grpo.evaluation import metric_names
@@ -61,12 +61,6 @@ from grpo.telemetry.reporter import Reporter
 from grpo.turns.engine import TurnsEngine
 from grpo.turns.tools import Tools
 from grpo.vllm import build_engine
-
-OWN_TO_A_MACHINE = (
-    "output_dir", "model.name_or_path", "model.reference", "model.adapter", "data.dataset", "data.eval_dataset",
-    "checkpoint.resume", "runtime.device", "runtime.threads_per_rank", *(f"rollout.{key}" for key in SERVER_KEYS),
-)  # fmt: skip
-"""Settings that may differ between the machines of a run. Where they name files, the content is compared."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +98,7 @@ def _prepare(
 ) -> Run | None:
     fast_paths.reset()
     ignore_save_signal()
-    world.check_same(_shared_settings(config))
+    world.check_same(settings_of_all_ranks(config))
     check_world_size(config, world.size)
     ends_process = objects is None or not world.is_alone
     objects = objects or Objects()
@@ -248,15 +242,6 @@ def _prepare(
     if tries and not config.debug:
         reporter.print(try_largest_step(run, train.problems))
     return run
-
-
-def _shared_settings(config: Config) -> dict[str, Any]:
-    """The settings that all ranks need to share, by key; the names of functions without the folder of their file."""
-    values = dict(flat(config.for_writing()))
-    for key in ("algorithm.objective", "algorithm.advantages"):
-        values[key] = Path(values[key] or "").name
-    values["reward.functions"] = [entry | {"name": Path(entry["name"]).name} for entry in values["reward.functions"]]
-    return {key: value for key, value in values.items() if key not in OWN_TO_A_MACHINE}
 
 
 def _read_inputs(
