@@ -14,7 +14,6 @@ from grpo.config.config import Config, check_world_size
 from grpo.config.effects import keys_without_effect
 from grpo.config.help import KEYS_EPILOG, help_text, keys_of, unknown_key
 from grpo.config.schema import (
-    SERVER_KEYS,
     DataConfig,
     EvalConfig,
     OptimConfig,
@@ -25,7 +24,6 @@ from grpo.config.schema import (
 __all__ = [
     "KEYS_EPILOG",
     "PRESETS",
-    "SERVER_KEYS",
     "AlgorithmConfig",
     "Config",
     "ConfigError",

@@ -215,9 +215,6 @@ class RewardConfig(Section):
     """Processes per rank that run the reward functions, and as many for tools; none: 1, and 8 for tools."""
 
 
-SERVER_KEYS = ("server", "vllm_command", "weights_folder")
-
-
 class RolloutConfig(Section):
     prompts_per_step: Positive = 8
     """Problems per step, over all ranks."""
