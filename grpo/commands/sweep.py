@@ -217,13 +217,19 @@ def finished(run: SweptRun) -> RunData | None:
     file = run.folder / "config.yaml"
     if not file.exists():
         return None
-    if run.config and not run.config.checkpoint.accept_changes and any(run.folder.glob("checkpoint-*")):
+
+    has_checkpoint = any(run.folder.glob("checkpoint-*"))
+    if run.config and has_checkpoint and not run.config.checkpoint.accept_changes:
         mark = "may differ between runs that are compared"
         before = settings_but(mark, make_config(file))
         now = settings_but(mark, run.config)
-        if changes := [f"{key}: {before.get(key)!r}, now {now[key]!r}" for key in now if before.get(key) != now[key]]:
-            remedies = "use another --output, the old values, or checkpoint.accept_changes=true"
-            raise ConfigError(f"{run.folder} was started with other settings ({'; '.join(changes)}): {remedies}")
+        changes = [f"{key}: {before[key]!r}, now {now[key]!r}" for key in now if before[key] != now[key]]
+        if changes:
+            raise ConfigError(
+                f"{run.folder} was started with other settings ({'; '.join(changes)}): "
+                "use another --output, the old values, or checkpoint.accept_changes=true"
+            )
+
     data = read_run(run.folder, max_samples=0)
     return data if data.is_complete else None
 
