@@ -171,18 +171,3 @@ class AlgorithmConfig(Section):
     def clip_high(self) -> float:
         """``epsilon_high``, with its default."""
         return self.epsilon if self.epsilon_high is None else self.epsilon_high
-
-    @property
-    def advantage_options(self) -> dict[str, Any]:
-        """The keyword arguments of :meth:`grpo.algorithm.advantages.Scores.advantages`."""
-        return {"baseline": self.baseline, "scale": self.scale, "eps": self.advantage_eps}
-
-    @property
-    def loss_options(self) -> dict[str, Any]:
-        """The keyword arguments of :func:`grpo.algorithm.loss.policy_loss` that this section decides."""
-        keys = {
-            "objective", "importance_level", "epsilon", "epsilon_high", "delta", "sampler_correction",
-            "sampler_correction_min", "sampler_correction_max",
-            "off_policy_mask_threshold", "beta", "kl_estimator", "unbiased_kl", "aggregation",
-        }  # fmt: skip
-        return self.model_dump(include=keys)
