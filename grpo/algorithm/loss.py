@@ -79,7 +79,8 @@ def policy_loss(
     Returns:
         ``loss_sum``: a scalar, to be divided by :func:`loss_denominator` added up over micro-batches and ranks.
         ``stats``: ``ratio``, ``clip_ratio/low_mean``, ``clip_ratio/high_mean``, ``clip_ratio/region_mean``; with a
-        reference ``kl``. Each is (sum, count) over the tokens to train on, without gradient.
+        reference ``kl``; with corrections ``sampling/...``. Each is (sum, count) over the tokens to train on or, for
+        weights of sequences, over the completions with such tokens; without gradient.
 
     Raises:
         ValueError: on an unknown name, other shapes (also of a user's loss), ``beta`` without a reference, ``constant``
@@ -121,12 +122,34 @@ def policy_loss(
         loss_BT = loss_BT.masked_fill(is_low_BT | is_high_BT, 0.0)
     if policy_mask_BT is not None:
         loss_BT = loss_BT * policy_mask_BT
+    sums = {}
+    has_tokens_B1 = mask_BT.any(dim=1, keepdim=True)
     if sampler_correction != "none":
-        correction = sampler_correction, sampler_correction_min, sampler_correction_max
-        loss_BT = loss_BT * sampler_weights(old_logprobs_BT, sampling_logprobs_BT, mask_BT, *correction)[0]
+        weights, is_cut = sampler_weights(
+            old_logprobs_BT,
+            sampling_logprobs_BT,
+            mask_BT,
+            sampler_correction,
+            sampler_correction_min,
+            sampler_correction_max,
+        )
+        loss_BT = loss_BT * weights
+        counted = mask_BT if sampler_correction.startswith("token") else has_tokens_B1
+        count = counted.sum()
+        name = "sampling/importance_sampling_ratio"
+        sums[f"{name}/mean"] = (weights[counted].sum(), count)
+        sums[f"{name}/cut"] = (is_cut[counted].sum(), count)
     if off_policy_mask_threshold is not None:
-        sampled_BT = sampling_logprobs_BT
-        loss_BT = loss_BT * off_policy_mask(logprobs_BT, sampled_BT, A_B1, mask_BT, off_policy_mask_threshold)
+        is_kept_B1 = off_policy_mask(
+            logprobs_BT,
+            sampling_logprobs_BT,
+            A_B1,
+            mask_BT,
+            off_policy_mask_threshold,
+        )
+        loss_BT = loss_BT * is_kept_B1
+        num_masked = (~is_kept_B1 & has_tokens_B1).sum()
+        sums["sampling/off_policy_masked"] = (num_masked, has_tokens_B1.sum())
     stats = {
         "ratio": ratio_BT,
         "clip_ratio/low_mean": is_low_BT,
@@ -146,7 +169,9 @@ def policy_loss(
 
     with torch.no_grad():
         count = mask_BT.sum().to(torch.float32)
-        sums = {name: (_zero_outside(mask_BT, x_BT.to(torch.float32)).sum(), count) for name, x_BT in stats.items()}
+        for name, x_BT in stats.items():
+            total = _zero_outside(mask_BT, x_BT.to(torch.float32)).sum()
+            sums[name] = (total, count)
     return loss_sum, sums
 
 

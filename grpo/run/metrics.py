@@ -16,7 +16,6 @@ from torch import Tensor
 
 from grpo.algorithm.advantages import has_equal_rewards, values_compared
 from grpo.algorithm.batch import Batch, Group
-from grpo.algorithm.loss import off_policy_mask, sampler_weights
 from grpo.config.algorithm import AlgorithmConfig
 from grpo.run.passes import batch_logprobs
 from grpo.run.records import Run
@@ -52,50 +51,6 @@ def add_microbatch(
         scored_BT = new_BT if algorithm.objective == "dppo_tv" else old_BT
         difference_BT = (scored_BT - micro.sampling_logprobs_BT).abs() * counted_BT
         metrics.add("sampling/logprob_difference", difference_BT.sum(), counted_BT.sum())
-    add_corrections(algorithm, metrics, micro, new_BT, old_BT)
-
-
-def add_corrections(
-    algorithm: AlgorithmConfig,
-    metrics: Accumulator,
-    micro: Batch,
-    new_BT: Tensor,
-    old_BT: Tensor,
-) -> None:
-    """Add the weights of ``sampler_correction``, and the share of off-policy completions."""
-    mask_BT = micro.loss_mask_BT
-    sampled_BT = micro.sampling_logprobs_BT
-    has_tokens_B1 = mask_BT.any(dim=1, keepdim=True)
-    if algorithm.sampler_correction != "none":
-        all_weights, all_cut = sampler_weights(
-            old_BT,
-            sampled_BT,
-            mask_BT,
-            algorithm.sampler_correction,
-            algorithm.sampler_correction_min,
-            algorithm.sampler_correction_max,
-        )
-        is_per_token = algorithm.sampler_correction.startswith("token")
-        counted = mask_BT if is_per_token else has_tokens_B1
-        weights = all_weights[counted]
-        count = counted.sum()
-        lowest = float(weights.min()) if count else math.inf
-        highest = float(weights.max()) if count else -math.inf
-        name = "sampling/importance_sampling_ratio"
-        metrics.add(f"{name}/mean", weights.sum(), count)
-        metrics.add(f"{name}/cut", all_cut[counted].sum(), count)
-        metrics.minimum(f"{name}/min", lowest)
-        metrics.maximum(f"{name}/max", highest)
-    if algorithm.off_policy_mask_threshold is not None:
-        is_kept_B1 = off_policy_mask(
-            new_BT,
-            sampled_BT,
-            micro.advantages_B[:, None],
-            mask_BT,
-            algorithm.off_policy_mask_threshold,
-        )
-        num_masked = (~is_kept_B1 & has_tokens_B1).sum()
-        metrics.add("sampling/off_policy_masked", num_masked, has_tokens_B1.sum())
 
 
 def step_line(run: Run, step: Step) -> dict[str, float]:
