@@ -134,8 +134,8 @@ def report_details(run: Run, step: Step) -> None:
         reporter.histogram("advantage", run.world.gather_rows(advantages_PG))
         reporter.histogram("length", run.world.gather_rows(torch.tensor(lengths)))
     # Under FSDP all ranks score: a forward pass is a collective.
-    scores = reporter.is_due(number) if run.learner.is_sharded else reporter.is_logged(number)
-    if logging.log_completions and scores:
+    scores = run.world.is_main or run.learner.is_sharded
+    if logging.log_completions and reporter.is_due(number) and scores:
         reporter.completions(number, logged_completions(run, step))
 
 

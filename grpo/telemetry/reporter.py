@@ -119,8 +119,8 @@ class Reporter:
     def step(self, metrics: dict[str, Any]) -> None:
         """Write a step to ``metrics.jsonl``, show it on the console and on dashboards, and print hints.
 
-        Console and dashboards show the steps of :meth:`is_logged`. There a metric that was not
-        computed is left out.
+        Console and dashboards show the steps of :meth:`is_due`. There a metric that was not computed
+        is left out.
         """
         if not self.is_main:
             return
@@ -131,7 +131,6 @@ class Reporter:
         if self.is_due(step):
             computed = {name: value for name, value in metrics.items() if is_computed(value)}
             self.print(console_line(computed, self.max_steps, left, _terminal_width()))
-            del computed["step"]  # dashboards take it as an argument
             self._show(step, computed)
         for hint in self.hints.update(metrics):
             self.print(f"hint: {hint} (see docs/metrics.md)")
@@ -155,7 +154,6 @@ class Reporter:
         add_to_step(self._folder / "intervals.jsonl", {"step": step, **intervals})
         computed = {name: value for name, value in timed.items() if is_computed(value)}
         self.print(evaluation_line(computed, self.max_steps, _terminal_width()))
-        del computed["step"]
         self._show(step, computed)
 
     def sync(self) -> None:
@@ -164,12 +162,8 @@ class Reporter:
             if (self._folder / name).exists():
                 sync(self._folder / name)
 
-    def is_logged(self, step: int) -> bool:
-        """True if this rank shows a step on the console and on dashboards, and keeps some of its completions."""
-        return self.is_main and self.is_due(step)
-
     def is_due(self, step: int) -> bool:
-        """True if the main rank does; the same on every rank."""
+        """True if the main rank shows a step, and keeps some completions; the same on every rank."""
         return step % self._every == 0 or step == self.max_steps
 
     def histogram(self, name: str, values: torch.Tensor) -> None:
@@ -193,6 +187,7 @@ class Reporter:
 
     def _show(self, step: int, metrics: dict[str, Any]) -> None:
         """Send a step to the dashboards, with the histograms and completions that belong to it."""
+        del metrics["step"]  # dashboards take it as an argument
         interval = self._every * max(self.max_steps // self._every // COMPLETIONS_PER_RUN, 1)
         completions = self._completions if step == self.max_steps or step % interval == 0 else []
         for name, dashboard in list(self._dashboards.items()):
