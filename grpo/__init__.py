@@ -15,7 +15,7 @@ set_environment_defaults()
 def __getattr__(name: str) -> Any:
     """``train`` and ``TrainingResult`` are imported when they are asked for: reward workers import this package too."""
     if name in ("TrainingResult", "train"):
-        from grpo.run import library
+        from grpo import library
 
         return getattr(library, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

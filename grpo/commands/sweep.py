@@ -33,7 +33,6 @@ from typing import Any
 import torch
 import yaml
 
-import grpo
 from grpo.commands.command import command, command_parser
 from grpo.commands.sweep_results import write_results
 from grpo.config import (
@@ -45,12 +44,12 @@ from grpo.config import (
     masked_argument,
     settings_but,
 )
+from grpo.library import PAGE
 from grpo.report.read import RunData, read_run
 from grpo.run.own import load_own_functions
 from grpo.system import end_with_parent, printable
 from grpo.telemetry.terminal import survive_lost_readers
 
-SCRIPT = Path(grpo.__file__).parents[1] / "train_grpo.py"
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -260,7 +259,7 @@ def run_all(runs: Sequence[SweptRun]) -> tuple[dict[SweptRun, str], list[int]]:
             log_start = log.tell()
             running[:] = [
                 subprocess.Popen(
-                    [*launcher(num_ranks(run.config)), str(SCRIPT), *run.arguments], stdin=subprocess.DEVNULL,
+                    [*launcher(num_ranks(run.config)), str(PAGE), *run.arguments], stdin=subprocess.DEVNULL,
                     env={"WANDB_RUN_GROUP": run.folder.parents[1].name} | os.environ,
                     stdout=log, stderr=subprocess.STDOUT,
                     start_new_session=True,  # Ctrl-C reaches the run once, through the sweep

@@ -75,8 +75,10 @@ def read_rows(config: DataConfig, *, train: bool, seed: int) -> list[dict[str, A
             return None
         split = "train"  # the name that `datasets` gives the only split of a file
     if dataset == PYTHON_ROWS:
-        setting = f"data.{key}={dataset}"
-        raise ValueError(f"{setting} stands for rows passed to grpo.train(): name a file or Hub dataset")
+        # Another command asks for them, or the evaluation for a split of the rows of training.
+        setting = f"data.{key}={dataset} (data.{own_split}_split={split})"
+        remedy = "name a file or Hub dataset, pass `eval_dataset`, or set data.eval_split=none"
+        raise ValueError(f"{setting} stands for rows passed to grpo.train(), without splits: {remedy}")
     text_columns = (config.prompt_column, config.answer_column)
     path = os.path.expanduser(dataset)
     try:

@@ -33,6 +33,19 @@ def test_files_that_are_no_modules_are_package_data():
         assert (module.parent / "__init__.py").exists(), f"{module} is in no package: setuptools would leave it out"
 
 
+def test_the_page_is_installed_beside_the_package(tmp_path):
+    pytest.importorskip("setuptools", minversion="77", reason="pyproject.toml asks pip for it")
+    built = tmp_path / "built"
+    build = ["egg_info", "--egg-base", str(tmp_path), "build_py", "--build-lib", str(built)]
+    command = [sys.executable, "-c", "from setuptools import setup; setup()", *build]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    code = "import grpo.library as l, importlib.util as u; print(l.PAGE, u.find_spec('train_grpo').origin)"
+    environment = environment_of_runs({"PYTHONPATH": str(built)})
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [str(built / "train_grpo.py")] * 2
+
+
 def environment_of_a_fresh_clone(venv, python: str) -> dict[str, str]:
     # Without PIP_NO_COMPILE pip compiles thousands of files that nothing here imports.
     environment = environment_of_runs({"GRPO_VENV": str(venv), "PYTHON": python, "PIP_NO_COMPILE": "1"})

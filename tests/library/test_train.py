@@ -21,9 +21,9 @@ from grpo.commands.chat import main as chat
 from grpo.commands.evaluation import main as evaluate
 from grpo.config import ConfigError, load_config
 from grpo.distributed import World
+from grpo.library import PAGE, TrainingResult, train
 from grpo.report.__main__ import main as report
 from grpo.rewards import RewardRunner, RewardSpec
-from grpo.run.library import TrainingResult, train
 from grpo.run.signals import Signals
 
 ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(4) for b in range(4)]
@@ -147,7 +147,10 @@ def test_the_run_is_that_of_the_command_and_other_commands_say_what_they_lack(ra
     assert evaluate(["--config", configuration, f"data.eval_dataset={rows}"]) == 2
     assert f"error: reward 'python:share' {given}" in capsys.readouterr().err
     assert evaluate(["--config", configuration, "reward.functions=[accuracy]", "data.eval_split=test"]) == 2
-    assert "error: data.dataset=python:rows stands for rows passed to grpo.train()" in capsys.readouterr().err
+    assert (
+        "error: data.dataset=python:rows (data.eval_split=test) stands for rows passed to grpo.train()"
+        in capsys.readouterr().err
+    )
     command = ["--model", str(folder / "checkpoint-2"), "--prompt", "1+1=", "rollout.max_completion_length=4"]
     assert chat(command) in (0, 2)
     assert "Traceback" not in (shown := capsys.readouterr()).err and (shown.out or given in shown.err)
@@ -159,10 +162,11 @@ def test_the_run_is_that_of_the_command_and_other_commands_say_what_they_lack(ra
     ("arguments", "message"),
     [
         (dict(config={"optim": 3}), "optim is a section"),
-        (dict(reward_functions=[3]), "reward_functions[0] is 3 of type int: give a function, a name"),
+        (dict(reward_functions=[3]), "3 is no function or class, and no name of one"),
         (dict(reward_functions=lambda completions, gold: [1.0]), "reward 'lambda' needs the column(s) gold"),
         (dict(dataset=["a"]), "a datasets.Dataset (one split) or a pandas DataFrame: row 1 is 'a'"),
-        (dict(reward_functions={"mine": len}), "a mapping with the keys mine: give a function, a name"),
+        (dict(reward_functions={"mine": len}), "unknown key 'reward.functions.0.mine'"),
+        (dict(data={"eval_split": "test"}), "(data.eval_split=test) stands for rows passed to grpo.train(), without splits"),
         (dict(reward_functions={"name": "format", "args": {"x": len}}), "config.yaml cannot hold its args"),
         (dict(num_generations=8, reward_funcs=len), "'reward_functions'?"),
         (dict(args=object(), num_generations=8), "args': the settings of GRPOConfig are keys"),
@@ -308,10 +312,9 @@ for seed in (0, 1):
 
 
 @pytest.mark.slow
-def test_two_ranks_and_a_script_with_the_name_of_the_training_script(random_model, tmp_path):
-    """Under torchrun, twice in one process; from another folder, in which ``import train_grpo`` finds the user's
-    script."""
-    script, options = tmp_path / "train_grpo.py", settings(str(random_model), "set below")
+def test_two_ranks_and_one_of_a_script_in_another_folder(random_model, tmp_path):
+    """Under torchrun and alone, twice in one process."""
+    script, options = tmp_path / "script.py", settings(str(random_model), "set below")
     script.write_text(SCRIPT % options)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     environment = environment_of_runs({"PYTHONPATH": str(ROOT)})
@@ -325,9 +328,40 @@ def test_two_ranks_and_a_script_with_the_name_of_the_training_script(random_mode
         assert rewards[0] == pytest.approx(rewards[1], abs=1e-4)
 
 
+def test_a_program_called_train_grpo_is_refused_before_it_runs_twice(random_model, tmp_path):
+    script = tmp_path / "train_grpo.py"
+    script.write_text("print('the program starts')\n" + SCRIPT % settings(str(random_model), "set below"))
+    environment = environment_of_runs({"PYTHONPATH": str(ROOT)})
+    command = [sys.executable, str(script), str(tmp_path / "runs")]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.stdout.count("the program starts") == 1
+    message = f"ValueError: {script} hides {PAGE}, which grpo.train() runs: rename it"
+    assert done.stderr.splitlines()[-1] == message
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("name", ["train_grpo.py", "train_grpo"])
+def test_a_copy_of_the_page_or_a_folder_beside_the_program_is_refused(name, random_model, tmp_path, monkeypatch):
+    """Which of two pages runs must not depend on the folder. Only a folder that Python finds before is one."""
+    other = tmp_path / name
+    if name.endswith(".py"):
+        other.write_bytes(PAGE.read_bytes())
+    else:
+        other.mkdir()
+        monkeypatch.setattr(sys, "path", [entry for entry in sys.path if Path(entry or ".").resolve() != ROOT])
+    monkeypatch.delitem(sys.modules, "train_grpo", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError) as error:
+        train(settings(random_model, tmp_path / "run"), dataset=ROWS, reward_functions=share_of("1"))
+    shown = other if name.endswith(".py") else name
+    assert str(error.value) == f"{shown} hides {PAGE}, which grpo.train() runs: rename it"
+    assert "train_grpo" not in sys.modules
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_second_run_in_a_thread_is_refused(tmp_path, random_model):
     """Both would draw from the generators of the process, and each would have other bits than alone."""
-    from grpo.run.library import RUNNING
+    from grpo.library import RUNNING
 
     with RUNNING, pytest.raises(ValueError, match="is running in this process"):
         train(settings(random_model, tmp_path), dataset=ROWS, reward_functions=lambda completions, **_: [0.0] * 4)
@@ -341,7 +375,10 @@ def test_a_result_leaves_out_what_was_not_computed(tmp_path):
         {"step": 1, "reward": None, "entropy": None},
         {"step": 2, "reward": 0.5, "entropy": 0.1, "eval/greedy_accuracy": 0.5, "eval/rewards/judge": None},
     ]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(ValueError, match=r"is not a run: metrics\.jsonl has no step"):
+        TrainingResult.load(tmp_path)
+    written = "".join(json.dumps(line) + "\n" for line in lines)
+    (tmp_path / "metrics.jsonl").write_text(written + '{"step": 3, "rew')  # the process was killed
     result = TrainingResult.load(tmp_path)
     assert result.before == {"eval/greedy_accuracy": 0.25} and result.after == {"eval/greedy_accuracy": 0.5}
     assert result.metrics == lines
