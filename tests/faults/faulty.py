@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
 import grpo.checkpoint.format
-import grpo.run.step
+import grpo.run.rollouts
 import grpo.system
 import grpo.telemetry.reporter
 import train_grpo
@@ -98,7 +98,7 @@ def generate(self, *args, seed_key, **kwargs):
 
 
 BuiltinEngine.generate = generate
-before(grpo.run.step, "score_groups", "score")
+before(grpo.run.rollouts, "score_groups", "score")
 
 before(grpo.checkpoint.format, "save_weights", "write")
 before(grpo.checkpoint.format, "save_tensors", "states")
