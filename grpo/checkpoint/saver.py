@@ -37,6 +37,8 @@ class Progress:
     """Metrics of the evaluation before training."""
     best: dict[str, Any] | None = None
     """``{"step", "value"}`` of the best evaluation by ``checkpoint.keep_best``."""
+    line: dict[str, Any] | None = None
+    """Metrics of the newest step, which ``metrics.jsonl`` may lack: its disk may have been full."""
     evaluated_step: int | None = None
     """The step of the newest complete evaluation."""
     tokens_per_microbatch: int | None = None
@@ -61,6 +63,7 @@ class Progress:
 
     def complete_step(self, line: dict[str, Any]) -> None:
         """Record that all updates of a step are done."""
+        self.line = line
         self.step = line["step"]
         self.num_tokens = line["num_tokens"]
         self.mid_update = False

@@ -171,6 +171,7 @@ def _prepare(
         is_main=world.is_main,
         first_step=progress.step,
         max_steps=max_steps,
+        newest_line=progress.line,
         wandb_run_id=start.state.get("wandb_run_id"),
         environment=facts,
     )

@@ -27,6 +27,7 @@ class Reporter:
 
     Args:
         first_step: steps that are already done; 0 for a new run.
+        newest_line: metrics of the last step, written if ``metrics.jsonl`` lacks them.
         wandb_run_id: wandb's id of the interrupted run, if it had one.
         environment: facts about this start (see ``grpo.telemetry.records``).
     """
@@ -38,6 +39,7 @@ class Reporter:
         is_main: bool,
         first_step: int,
         max_steps: int,
+        newest_line: dict[str, Any] | None = None,
         wandb_run_id: str | None = None,
         environment: dict[str, Any] | None = None,
     ):
@@ -61,8 +63,11 @@ class Reporter:
         completions.mkdir(parents=True, exist_ok=True)
         last_step = first_step or -1  # the evaluation before training is made again
         remove_steps_after(self._folder / "intervals.jsonl", last_step)
-        for metrics in remove_steps_after(self._folder / "metrics.jsonl", last_step):
-            self.hints.update(metrics)  # the interrupted run has printed these
+        lines = remove_steps_after(self._folder / "metrics.jsonl", last_step)
+        if newest_line is not None and newest_line["step"] not in (line["step"] for line in lines):
+            append_step(self._folder / "metrics.jsonl", newest_line)
+        for line in lines:
+            self.hints.update(line)  # the interrupted run has printed these
         self._steps_bar = self.bar(
             "steps",
             max_steps,

@@ -69,7 +69,7 @@ def test_disk_full_in_the_metrics_file(tmp_path, random_model, straight):
     arguments = tiny(random_model, output, "checkpoint.save_steps=2")
     started = Started(output, arguments, fault="step=2 place=line do=full")
     assert started.end() == 1
-    assert "OSError: [Errno 27] File too large" in started.text() and "in phase 'after eval'" in started.text()
+    assert "OSError: [Errno 27] File too large" in started.text() and "in phase 'after update'" in started.text()
     assert "note: saved checkpoint-3" in started.text()
     run(output, arguments)
     assert_same_run(straight, output, STEPS)
