@@ -31,7 +31,7 @@ from grpo.config import load_config
 from grpo.distributed import OtherRankFailed, gradient_sync, start_world
 from grpo.run import debug
 from grpo.run.ending import run_to_completion
-from grpo.run.metrics import add_microbatch
+from grpo.run.metrics import record_microbatch
 from grpo.run.optimizer import apply_update, sync_reference_if_due
 from grpo.run.passes import batch_logprobs, microbatches_of_ranks, top_entropy_mask
 from grpo.run.prepare import prepare
@@ -52,7 +52,7 @@ def train(run: Run) -> None:
     world = run.world
     for step in remaining_steps(run):
         problems = run.tasks.problems.at(step.number)  # this rank's, by a DistributedSampler
-        with run.sampler.weights(step.seconds):
+        with run.sampler.current_weights(step.seconds):
             rollout = sample_and_score(run, step, problems)
             if algorithm.dynamic_sampling:
                 rollout = replace_equal_groups(run, step, rollout)
@@ -73,7 +73,7 @@ def train(run: Run) -> None:
 
         with world.timed("logprobs", step.seconds):
             batch = with_old_and_ref_logprobs(learner, batch)
-        step.begin_update(rollout.groups, values_PGF, rewards_PG, batch)
+        step.keep_for_metrics(rollout.groups, values_PGF, rewards_PG, batch)
         if run.config.debug:
             debug.show_step(run, step)
         with world.timed("update", step.seconds):
@@ -134,7 +134,7 @@ def update(run: Run, step: Step, minibatch: Batch, *, is_first_pass: bool) -> No
     rank_denominator = loss_denominator(
         minibatch.loss_mask_BT,
         aggregation=algorithm.aggregation,
-        max_length=learner.normalize_constant,
+        max_length=learner.max_length,
     )
     denominator = world.sum(rank_denominator).clamp(min=1)
 
@@ -161,7 +161,7 @@ def update(run: Run, step: Step, minibatch: Batch, *, is_first_pass: bool) -> No
                 kl_estimator=algorithm.kl_estimator,
                 unbiased_kl=algorithm.unbiased_kl,
                 aggregation=algorithm.aggregation,
-                max_length=learner.normalize_constant,
+                max_length=learner.max_length,
                 policy_mask_BT=micro.policy_mask_BT,
                 sampling_logprobs_BT=micro.sampling_logprobs_BT,
                 sampler_correction=algorithm.sampler_correction,
@@ -173,7 +173,7 @@ def update(run: Run, step: Step, minibatch: Batch, *, is_first_pass: bool) -> No
             (loss_sum * world.size / denominator).backward()
         metrics.add_all(stats)
         metrics.add("loss", loss_sum.detach(), 0)
-        add_microbatch(step, algorithm, micro, new_BT, old_BT, entropy_BT, is_first_pass)
+        record_microbatch(step, algorithm, micro, new_BT, old_BT, entropy_BT, is_first_pass)
     metrics.add("loss", 0, rank_denominator)
     if run.config.debug:
         debug.check_update(run, metrics)

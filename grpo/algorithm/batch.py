@@ -244,11 +244,6 @@ class Batch:
             return self.completion_mask_BT
         return self.completion_mask_BT & self.advantages_B.ne(0)[:, None]
 
-    @property
-    def loss_inputs(self) -> dict[str, Tensor | None]:
-        """The optional tensors of :func:`grpo.algorithm.loss.policy_loss`."""
-        return {name: getattr(self, name) for name in ("ref_logprobs_BT", "sampling_logprobs_BT", "policy_mask_BT")}
-
     def select(self, rows: Tensor | slice) -> "Batch":
         """The batch of these rows only, padded to the longest of them."""
         rows = torch.arange(len(self))[rows] if isinstance(rows, slice) else rows

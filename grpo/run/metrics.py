@@ -26,7 +26,7 @@ from grpo.turns.metrics import add_turns
 
 
 @torch.no_grad()
-def add_microbatch(
+def record_microbatch(
     step: Step,
     algorithm: AlgorithmConfig,
     micro: Batch,
@@ -35,9 +35,10 @@ def add_microbatch(
     entropy_BT: Tensor,
     is_first_pass: bool,
 ) -> None:
-    """Add a micro-batch's entropy, and the difference between sampled and scored log-probs.
+    """Add a micro-batch's entropy to the metrics.
 
-    The first pass over the batch also stores the old log-probs, which later passes share.
+    The first pass over the batch also adds the difference between sampled and scored log-probs, and
+    keeps the old log-probs, which later passes share.
 
     Args:
         new_BT, old_BT: ``[B, T]`` log-probs of the loss, nats.
@@ -46,10 +47,10 @@ def add_microbatch(
     counted_BT = micro.counted_BT
     metrics.add("entropy", (entropy_BT * counted_BT).sum(), counted_BT.sum())
     if is_first_pass:
-        step.old_BT[micro.row_B, : old_BT.shape[1]] = old_BT
+        step.reported_old_BT[micro.row_B, : old_BT.shape[1]] = old_BT
         # The old log-probs of dppo_tv are the sampler's own.
-        scored_BT = new_BT if algorithm.objective == "dppo_tv" else old_BT
-        difference_BT = (scored_BT - micro.sampling_logprobs_BT).abs() * counted_BT
+        trainer_BT = new_BT if algorithm.objective == "dppo_tv" else old_BT
+        difference_BT = (trainer_BT - micro.sampling_logprobs_BT).abs() * counted_BT
         metrics.add("sampling/logprob_difference", difference_BT.sum(), counted_BT.sum())
 
 
@@ -65,6 +66,7 @@ def step_line(run: Run, step: Step) -> dict[str, float]:
     for phase, value in step.seconds.items():
         step.metrics.maximum(f"time/{phase}", value)
     reduced = step.metrics.reduce(run.world)
+    # Tokens of the whole run so far.
     reduced["num_tokens"] = run.progress.num_tokens + int(reduced["num_tokens"])
     reduced["tokens_per_second"] = reduced.pop("completion_tokens") / reduced["step_time"]
 
@@ -134,8 +136,8 @@ def report_details(run: Run, step: Step) -> None:
         reporter.histogram("advantage", run.world.gather_rows(advantages_PG))
         reporter.histogram("length", run.world.gather_rows(torch.tensor(lengths)))
     # Under FSDP all ranks score: a forward pass is a collective.
-    scores = run.world.is_main or run.learner.is_sharded
-    if logging.log_completions and reporter.is_due(number) and scores:
+    computes = run.world.is_main or run.learner.is_sharded
+    if logging.log_completions and reporter.is_due(number) and computes:
         reporter.completions(number, logged_completions(run, step))
 
 
@@ -148,7 +150,8 @@ def logged_completions(run: Run, step: Step) -> list[dict[str, Any]]:
     G = len(step.batch) // P
     of_each = min(max(2, math.ceil(count / P)), G)
     pairs = [(p, g) for p in range(P) for g in range(of_each)][:count]
-    batch = replace(step.batch, old_logprobs_BT=step.old_BT, computed_B=None)
+    # All rows are scored, also those that the update has skipped.
+    batch = replace(step.batch, old_logprobs_BT=step.reported_old_BT, computed_B=None)
     rows = batch.select(torch.tensor([p * G + g for p, g in pairs]))
     return sample_records(
         step.groups,

@@ -111,24 +111,25 @@ def apply_update(learner: Learner, metrics: Accumulator) -> None:
     parameters = learner.policy.model.parameters()
     grad_norm = whole(torch.nn.utils.clip_grad_norm_(parameters, max_norm))
     is_finite = world.all_true(bool(torch.isfinite(grad_norm)))
-    num_skipped = 0
+    skipped_in_a_row = 0
     if not is_finite:
-        num_skipped = progress.skipped_in_a_row + 1
+        skipped_in_a_row = progress.skipped_in_a_row + 1
         learner.reporter.print(
             "warning: a gradient is not finite: this update is skipped, and the weights do not change"
         )
-    if num_skipped >= MAX_SKIPPED_IN_A_ROW:
-        raise ValueError(f"{num_skipped} updates in a row had a gradient that is not finite: lower optim.learning_rate")
+    if skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
+        raise ValueError(
+            f"{skipped_in_a_row} updates in a row had a gradient that is not finite: lower optim.learning_rate"
+        )
 
     metrics.add("grad_norm", grad_norm if is_finite else 0.0, count=float(is_finite))
     metrics.add("learning_rate", learner.optimizer.param_groups[0]["lr"])
     # All ranks skip together, and totals are summed over ranks: the main rank counts for all.
     metrics.total("skipped_updates", float(not is_finite and world.is_main))
 
-    # From here on the weights are between two steps. The error above comes before: the checkpoint
-    # of the step before it must count the skipped updates of complete steps only.
+    # Only now: after the error above the step before can still be saved, with its own counter.
     progress.mid_update = True
-    progress.skipped_in_a_row = num_skipped
+    progress.skipped_in_a_row = skipped_in_a_row
     if is_finite:
         learner.optimizer.step()
     learner.lr_schedule.step()  # also after a skipped update: the rate is a function of the step
@@ -145,7 +146,7 @@ def sync_reference_if_due(learner: Learner, num_steps: int) -> None:
     if num_steps % algorithm.ref_sync_steps != 0:
         return
     model = learner.policy.model
-    if learner.ref_scorer.model is model:
+    if learner.ref_scorer.model is model:  # LoRA: the reference is an adapter of the same model
         copy_to_reference_adapter(model)
     else:
         sync_reference(learner.ref_scorer.model, model, algorithm.ref_sync_alpha)

@@ -24,7 +24,7 @@ def microbatches_of_ranks(
     *,
     packed: bool | None = None,
 ) -> Iterator[tuple[Batch, bool]]:
-    """Yield ``(micro-batch, is_last)``, as many on each rank under FSDP.
+    """Yield ``(micro-batch, is_last)``; under FSDP the same number on every rank.
 
     Args:
         packed: prompts are computed once per group. Default: as the policy's scorer does.
@@ -59,17 +59,18 @@ def batch_logprobs_and_entropies(
     device = learner.world.device
     logprobs_BT = torch.zeros(shape, device=device)
     entropies_BT = torch.zeros(shape, device=device)
+    # Positions in this batch: a minibatch has those of the whole step.
     batch = replace(batch, row_B=torch.arange(len(batch), device=device))
     with (
         learner.policy.autocast(),
         learner.reporter.bar("log-probs", len(batch), "row") as bar,
     ):
         for micro, _ in microbatches_of_ranks(learner, batch, packed=scorer.packed):
-            logprobs_bt, entropies_bt = scorer(*micro.scorer_inputs)
+            micro_logprobs_BT, micro_entropies_BT = scorer(*micro.scorer_inputs)
             # The longest completion of these rows may be shorter than that of the batch.
-            t = logprobs_bt.shape[1]
-            logprobs_BT[micro.row_B, :t] = logprobs_bt
-            entropies_BT[micro.row_B, :t] = entropies_bt
+            t = micro_logprobs_BT.shape[1]
+            logprobs_BT[micro.row_B, :t] = micro_logprobs_BT
+            entropies_BT[micro.row_B, :t] = micro_entropies_BT
             bar.update(len(micro.row_B))
     give_back(scorer)
     return logprobs_BT, entropies_BT
@@ -80,6 +81,7 @@ def top_entropy_mask(learner: Learner, batch: Batch) -> Tensor:
 
     The share is that of the tokens of all ranks.
     """
+    # Rows that are skipped would have entropy 0.
     every_row = replace(batch, computed_B=None)
     _, entropies_BT = batch_logprobs_and_entropies(learner, learner.bare_scorer, every_row)
     entropies_N = entropies_BT[batch.loss_mask_BT].cpu()

@@ -67,8 +67,8 @@ class Learner:
         return self.progress.tokens_per_microbatch or self.config.optim.tokens_per_microbatch
 
     @property
-    def normalize_constant(self) -> float:
-        """Tokens that ``aggregation=constant`` counts for each completion."""
+    def max_length(self) -> float:
+        """Tokens that ``aggregation=constant`` counts for each completion in the denominator."""
         longest = self.config.rollout.max_completion_length
         return self.config.algorithm.normalize_constant or longest
 
@@ -98,7 +98,7 @@ class Sampler:
             keep_sampling_mask=rollout.keep_sampling_mask,
         )
 
-    def weights(self, seconds: dict[str, float] | None = None) -> AbstractContextManager[None]:
+    def current_weights(self, seconds: dict[str, float] | None = None) -> AbstractContextManager[None]:
         """Inside the block the engine samples from the policy's weights at its start.
 
         The time to copy, gather or send them is added to ``seconds["rollout"]``.

@@ -80,20 +80,20 @@ def replace_equal_groups(run: Run, step: Step, rollout: Rollout) -> Rollout:
     """
     algorithm = run.config.algorithm
     groups = list(rollout.groups)
-    values_PGF = rollout.values_PGF
+    values_PGF = rollout.values_PGF.clone()
     for attempt in range(algorithm.dynamic_sampling_attempts):
         compared = values_compared(
             values_PGF,
             run.tasks.rewards.weights,
             algorithm.multi_objective_aggregation,
         )
-        has_none_P = has_no_advantage(
+        is_useless_P = has_no_advantage(
             compared,
             baseline=algorithm.baseline,
             scale=algorithm.scale,
         )
         substitutes = {}
-        for p in has_none_P.nonzero().flatten().tolist():
+        for p in is_useless_P.nonzero().flatten().tolist():
             problem = run.tasks.problems.substitute(step.number, p, attempt)
             if problem is not None:
                 substitutes[p] = problem
@@ -125,7 +125,7 @@ def add_outcome(
 ) -> None:
     """Add the numbers of failures, and the metrics that reward functions logged.
 
-    With ``is_checked``, UserError on all ranks if a function or every environment has failed.
+    With ``is_checked``, UserError on all ranks if a function, or every environment, has failed.
     """
     names = result.names
     failures = [failure for failure in result.environment_failures if failure]
@@ -142,8 +142,8 @@ def add_outcome(
     for name, count in zip(names, result.failures, strict=True):
         metrics.total(f"rewards/{name}/errors", count)
     logged = set()
-    for outcome in of_ranks:
-        logged.update(outcome["metrics"])
+    for rank in of_ranks:
+        logged.update(rank["metrics"])
     for name in sorted(logged):
         total, count = result.metrics.get(name, (0.0, 0.0))
         metrics.add(LOGGED_PREFIX + name, total, count)
@@ -152,17 +152,19 @@ def add_outcome(
 
     # The environment of a completion that was cut before its first action has shown nothing, and is
     # not counted. Where most were cut, the few that acted may have failed by chance.
-    failures = []
-    for outcome in of_ranks:
-        failures += outcome["environment_failures"]
-    num_scored = sum(outcome["num_scored"] for outcome in of_ranks)
-    num_environments = sum(outcome["num_environments"] for outcome in of_ranks)
-    have_all_failed = failures and len(failures) == num_environments
-    if have_all_failed and len(failures) > num_scored:
-        raise UserError(f"all {len(failures)} environments of this step have failed, first with {failures[0]}")
+    all_failures = []
+    for rank in of_ranks:
+        all_failures += rank["environment_failures"]
+    num_failed = len(all_failures)
+    num_scored = sum(rank["num_scored"] for rank in of_ranks)
+    num_environments = sum(rank["num_environments"] for rank in of_ranks)
+    are_most = num_failed > num_scored
+    if num_failed == num_environments and are_most:
+        failure = all_failures[0]
+        raise UserError(f"all {num_failed} environments of this step have failed, first with {failure}")
 
     for f, name in enumerate(names):
-        count = sum(outcome["failed"][f] for outcome in of_ranks)
+        count = sum(rank["failed"][f] for rank in of_ranks)
         if num_scored and count == num_scored:
             trace = result.first_traceback.get(name, "")  # the runner has printed it
             error = trace.rstrip().rpartition("\n")[2] or "timeout"

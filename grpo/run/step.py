@@ -36,29 +36,29 @@ class Step:
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     """Of each phase on this rank."""
     groups: Sequence[Group] = ()
-    """This rank's."""
+    """The groups of this rank."""
     values_PGF: Tensor | None = None
-    """Values of the reward functions, of all ranks."""
+    """Values of the reward functions for the completions of all ranks."""
     rewards_PG: Tensor | None = None
-    """Rewards, of all ranks."""
+    """Rewards of the completions of all ranks."""
     batch: Batch | None = None
-    """This rank's rows."""
-    old_BT: Tensor | None = None
-    """Old log-probs of the loss, which the first pass over the batch writes.
+    """The rows of this rank."""
+    reported_old_BT: Tensor | None = None
+    """Old log-probs, for the records of completions.
 
-    Rows that it skips keep the sampler's.
+    They start as the sampler's. The first pass over the batch overwrites the rows that it computes.
     """
 
-    def begin_update(
+    def keep_for_metrics(
         self,
         groups: Sequence[Group],
         values_PGF: Tensor,
         rewards_PG: Tensor,
         batch: Batch,
     ) -> None:
-        """Keep what metrics and the records of completions need."""
+        """Keep what the metrics and the records of completions need at the end of the step."""
         self.groups = groups
         self.values_PGF = values_PGF
         self.rewards_PG = rewards_PG
         self.batch = batch
-        self.old_BT = batch.sampling_logprobs_BT.clone()
+        self.reported_old_BT = batch.sampling_logprobs_BT.clone()

@@ -30,9 +30,9 @@ def remaining_steps(run: Run) -> Iterator[Step]:
     log = run.log
     progress = run.progress
     # Before training, or where a stop has cut off the evaluation of the last step.
-    evaluated = evaluate_if_due(run)
-    if evaluated and progress.step > 0:
-        log.saver.save_if_due(evaluated)
+    evaluation = evaluate_if_due(run)
+    if evaluation and progress.step > 0:
+        log.saver.save_if_due(evaluation)
 
     while progress.step < run.max_steps:
         step = Step(progress.step)
@@ -41,12 +41,14 @@ def remaining_steps(run: Run) -> Iterator[Step]:
             seed = derive_seed(run.config.seed, "dropout", step.number, run.world.rank)
             torch.manual_seed(seed)
         started = time.perf_counter()
-        waited = core_wait()
+        waited_before = core_wait()
         yield step
 
+        # The loop has made all updates of the step.
         seconds = time.perf_counter() - started
+        waited = core_wait() - waited_before
         step.metrics.maximum("step_time", seconds)
-        step.metrics.maximum("time/frac_core_wait", (core_wait() - waited) / seconds)
+        step.metrics.maximum("time/frac_core_wait", waited / seconds)
         line = step_line(run, step)
         progress.complete_step(line)
         report_details(run, step)
@@ -54,6 +56,7 @@ def remaining_steps(run: Run) -> Iterator[Step]:
 
         log.saver.save_if_due(evaluate_if_due(run))
         is_last = progress.step == run.max_steps
+        # Signals that any rank has got.
         save, stop = log.signals.vote()
         if save and log.saver.saved_step < progress.step:
             log.saver.save()
@@ -96,7 +99,7 @@ def _evaluate(run: Run) -> dict[str, float]:
     seconds: dict[str, float] = {}
     with (
         world.timed("eval", seconds),
-        run.sampler.weights(),
+        run.sampler.current_weights(),
         reporter.bar("evaluation", total, "problem") as bar,
     ):
         evaluation = evaluate(

@@ -177,7 +177,7 @@ def test_the_page_gives_the_loss_each_of_its_settings():
     known = {p.name for p in inspect.signature(policy_loss).parameters.values() if p.kind is p.KEYWORD_ONLY}
     assert set(given) == known - {"sapo_temperature_pos", "sapo_temperature_neg"}
     of_batch = {name: f"micro.{name}" for name in given if name.endswith("_BT")}
-    of_learner = {"objective": "learner.objective", "max_length": "learner.normalize_constant"}
+    of_learner = {"objective": "learner.objective", "max_length": "learner.max_length"}
     assert given == {name: f"algorithm.{name}" for name in given} | of_batch | of_learner
 
 
