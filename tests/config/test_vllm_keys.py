@@ -50,9 +50,10 @@ def test_notes():
     (line,) = notes(VLLM | {"algorithm.sampler_correction": "none"})
     assert "rollout.engine=vllm without algorithm.sampler_correction" in line
     (line,) = notes(VLLM | {"rollout.top_k": 5})
-    assert "the gradient estimate is biased" in line and "keep_sampling_mask" not in line
+    assert "rollout.top_p=1, top_k=5, min_p=0: " in line and "the gradient estimate is biased" in line
     (line,) = notes({"rollout.top_p": 0.9})
-    assert "rollout.top_p=0.9" in line and line.endswith("biased: rollout.keep_sampling_mask=true removes the bias")
+    assert "rollout.top_p=0.9, top_k=0, min_p=0: " in line
+    assert "biased; rollout.keep_sampling_mask=true of the built-in engine" in line
     assert notes({"rollout.top_p": 0.9, "rollout.keep_sampling_mask": True}) == []
 
 

@@ -20,7 +20,7 @@ def test_a_run_takes_data_and_model_from_the_hub_and_again_from_its_cache(tmp_pa
     with hub(tmp_path / "hub") as (endpoint, asked):
         env = pointed_at(endpoint, tmp_path / "cache")
         printed = run_trainer(*small, f"output_dir={tmp_path}/run", env=env).stdout
-        assert "openai/gsm8k: 20 problems to train on; 4 to evaluate on" in printed
+        assert "openai/gsm8k: 20 problems to train on, 0 of them with an empty answer; 4 to evaluate on" in printed
         fetched = [line.rpartition("/")[2] for line in asked if line.startswith("GET") and "/resolve/" in line]
         assert {"train-00000-of-00001.parquet", "model.safetensors", "tokenizer.json"} <= set(fetched)
         for settings, message in (
@@ -35,6 +35,6 @@ def test_a_run_takes_data_and_model_from_the_hub_and_again_from_its_cache(tmp_pa
             assert message in done.stderr
             assert not (tmp_path / "wrong").exists()
     again = run_trainer(*small, f"output_dir={tmp_path}/again", env=env | {"HF_HUB_OFFLINE": "1"}).stdout
-    assert "openai/gsm8k: 20 problems to train on; 4 to evaluate on" in again
+    assert "openai/gsm8k: 20 problems to train on, 0 of them with an empty answer; 4 to evaluate on" in again
     first, second = ((tmp_path / name / "checkpoint-1" / "model.safetensors").read_bytes() for name in ("run", "again"))
     assert first == second

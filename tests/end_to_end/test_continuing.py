@@ -151,7 +151,7 @@ def test_never_starts_afresh_but_not_when_torchrun_restarts_it(random_model, tmp
             *small_run(random_model, tmp_path), *never, env={"TORCHELASTIC_RUN_ID": launch}, fresh=False
         ).stdout
 
-    assert "the same command or call starts anew" in run("one")
+    assert "the same command or call with checkpoint.resume=auto continues from there" in run("one")
     shutil.rmtree(tmp_path / "checkpoint-3")
     assert f"resuming  {tmp_path}/checkpoint-2 at step 2" in run("one")
     assert "was moved to" in run("two"), "what lies there is not what this torchrun began"

@@ -8,10 +8,9 @@ from torch import nn
 
 from grpo.algorithm.logprobs import CompletionScorer
 from grpo.distributed import whole_trained_weights
-from grpo.model import Policy, freeze_unreached, save_weights
+from grpo.model import Policy, freeze_unreached, num_parameters, save_weights
 from grpo.model.lora import adapter_parameters, add_adapter, add_reference_adapter, reference_adapter
 from grpo.run.models import any_forward
-from grpo.run.summary import frozen_line
 
 IMAGES_ALONE = ("model.vision_tower.", "model.multi_modal_projector.")
 MIXTURES = {
@@ -45,8 +44,7 @@ def test_the_vision_tower_is_frozen_and_everything_else_is_trained():
         assert (name in policy.unreached) == name.startswith(IMAGES_ALONE)
     size = sum(parameter.numel() for parameter in policy.unreached.values())
     assert size > 10_000
-    expected = f"frozen    {size / 1e6:.2f}M parameters that text does not reach: "
-    assert frozen_line(policy) == f"{expected}model.vision_tower, model.multi_modal_projector"
+    assert num_parameters(policy.model) - num_parameters(policy.model, trained=True) == size
 
 
 @pytest.mark.parametrize("name", [*CAN, *CANNOT, *MIXTURES])
@@ -88,7 +86,6 @@ def test_adapters_of_the_vision_tower_stay_frozen_and_are_in_the_files(has_refer
     adapters = adapter_parameters(policy.model)
     in_tower = {name for name in adapters if name.startswith("model.vision_tower.")}
     assert policy.unreached.keys() == in_tower and 0 < len(in_tower) < len(adapters)
-    assert frozen_line(policy).endswith(": model.vision_tower")
     with torch.no_grad(), reference_adapter(policy):
         policy.model(input_ids=torch.arange(3, 9)[None])
     trained = {name for name, parameter in policy.model.named_parameters() if parameter.requires_grad}

@@ -1,10 +1,12 @@
 """The built-in rewards and the helpers under them, with values worked by hand."""
 
+import re
 import sys
 import time
 from fractions import Fraction
 
 import pytest
+from conftest import ROOT
 
 from grpo.rewards import completion_text, load_reward
 from grpo.rewards.answers import answers_equal, extract_answer, has_format, parse_number
@@ -155,6 +157,19 @@ def test_accuracy():
     assert accuracy([""] * 4, texts, answer=[4, 4.0, "4", ""], mode="lenient", value=2.0) == [2.0, 2.0, 0.0, None]
     chat = [[{"role": "assistant", "content": "<SOLUTION>1,000</SOLUTION>"}]]
     assert accuracy(["q"], chat, gold=["$1000"], column="gold", tag="SOLUTION") == [1.0]
+
+
+def test_format_where_the_prompt_opens_the_thinking():
+    """By the pattern of docs/rewards.md."""
+    text = (ROOT / "docs" / "rewards.md").read_text(encoding="utf-8")
+    (pattern,) = re.findall(r"`args: \{pattern: '([^']*)'\}`", text)
+    completions = {
+        "a</think>\n<answer>5</answer>": 1.0,
+        "<answer>5</answer>": 0.0,
+        "a</think> <answer>5": 0.0,
+    }
+    scores = load_reward("format")([""] * 3, list(completions), pattern=pattern)
+    assert scores == list(completions.values())
 
 
 def test_format_and_tag_groups():

@@ -2,7 +2,7 @@
 
 import pytest
 import regex
-from conftest import DEFAULTS, load, run_trainer, small_run
+from conftest import DEFAULTS, load
 
 from grpo.algorithm.batch import Problem
 from grpo.algorithm.logprobs import CompletionScorer
@@ -12,7 +12,7 @@ from grpo.rewards import load_reward
 from grpo.rewards.scores import messages_warning
 from grpo.rollout.check import matches_model
 from grpo.run.models import enable_packing
-from grpo.run.summary import FORMAT_AFTER_THINK, INSIDE_OF_BOX, data_line, warnings_of
+from grpo.run.summary import INSIDE_OF_BOX, data_line, warnings_of
 
 
 def problems(start: int, end: int) -> list[Problem]:
@@ -27,81 +27,48 @@ def test_evaluation_problems_that_are_trained_on_are_counted():
     )
 
 
-def test_worked_solutions_as_gold_answers_are_noticed():
-    def warned(**function):
-        config = Config.model_validate({"reward": {"functions": [function]}})
-        train = [Problem(0, "1 + 2", (0,), {"answer": "1 + 2 = 3 #### 3"}), Problem(1, "3", (1,), {"answer": "3"})]
-        return [line for line in warnings_of(config, train, []) if "1 of 2 answers contain ####" in line]
+def test_worked_solutions_as_reference_answers_are_noticed():
+    def warned(*functions):
+        config = Config.model_validate({"reward": {"functions": functions}})
+        train = [
+            Problem(0, "1 + 2", (0,), {"answer": "1 + 2 = 3 #### 3"}),
+            Problem(1, "3", (1,), {"answer": [r"So $x = \boxed{3}$."]}),
+            Problem(2, "4", (2,), {"answer": "4"}),
+            Problem(3, "5", (3,), {"answer": None}),
+        ]
+        return [line for line in warnings_of(config, train, []) if "answers contain" in line]
 
-    assert "data.answer_pattern" in warned(name="accuracy")[0]
-    assert not warned(name="accuracy", args={"column": "gold"}) and not warned(name="my.py:reads_solutions")
+    (line,) = warned("accuracy", "exact_or_stripped")
+    assert line.startswith("warning: 2 of 4 answers contain #### or \\boxed, and accuracy compares the whole text: ")
+    assert r"data.answer_pattern='####\s*(.+)'" in line
+    assert INSIDE_OF_BOX in line
+    assert not warned({"name": "accuracy", "args": {"column": "gold"}})
+    assert not warned("my.py:reads_solutions")
+    assert not warned("math_verify", "r1_zero")
 
 
-def test_answers_in_a_box_are_noticed_and_the_pattern_reads_them():
+@pytest.mark.parametrize("name", ["math_verify", "r1_zero"])
+def test_rewards_without_that_warning_read_worked_solutions(name):
+    pytest.importorskip("math_verify")
+    reward = load_reward(name)
+    right = "<think>a</think> <answer>72</answer>"
+    solutions = ["48/2 = <<48/2=24>>24, and 48+24 = <<48+24=72>>72.\n#### 72", r"So $x = \boxed{72}$, not 24."]
+    assert reward(["", ""], [right, right], answer=solutions) == [1.0, 1.0]
+    assert reward(["", ""], [right.replace("72", "24")] * 2, answer=solutions) == [0.0, 0.0]
+
+
+def test_the_pattern_of_the_warning_reads_the_box():
     solution = r"So $x = \boxed{\frac{5}{2}}$, which is 2.5."
-
-    def noted(name):
-        config = Config.model_validate({"reward": {"functions": [name]}})
-        train = [Problem(0, "x?", (0,), {"answer": solution}), Problem(1, "3?", (1,), {"answer": "3"})]
-        return [line for line in warnings_of(config, train, []) if "1 of 2 answers contain \\boxed" in line]
-
-    assert INSIDE_OF_BOX in noted("accuracy")[0] and not noted("math_verify")
     assert regex.search(INSIDE_OF_BOX, solution)[1] == r"\frac{5}{2}"
-
-
-@pytest.mark.slow
-def test_a_prompt_that_opens_the_thinking_is_said_to_the_reward_format(tmp_path, random_model):
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text('{"prompt": "1+1=", "answer": "2"}\n' * 6)
-    said = {}
-    for name, function in (
-        ("default", "format"),
-        ("own", f"{{name: format, args: {{pattern: '{FORMAT_AFTER_THINK}'}}}}"),
-    ):
-        options = [f"data.dataset={rows}", "data.prompt_template={prompt}<think>", f"reward.functions=[{function}]"]
-        done = run_trainer(
-            *small_run(random_model, tmp_path / name), *options, "optim.max_steps=1", "data.eval_split=none"
-        )
-        said[name] = "the prompts end with <think>" in done.stdout
-    assert said == {"default": True, "own": False}
-    for text, matches in (
-        ("a</think>\n<answer>5</answer>", 1.0),
-        ("<answer>5</answer>", 0.0),
-        ("a</think> <answer>5", 0.0),
-    ):
-        assert load_reward("format")([""], [text], pattern=FORMAT_AFTER_THINK) == [matches]
-
-
-def test_numbers_with_signs_are_noticed_where_characters_are_compared():
-    def noted(name):
-        config = Config.model_validate({"reward": {"functions": [{"name": name}]}})
-        answers = ["1,000", "$5", "5", "Paris, France", ["6", "2,000"], None]
-        train = [Problem(n, "1", (n,), {"answer": answer}) for n, answer in enumerate(answers)]
-        return [line for line in warnings_of(config, train, []) if "3 of 6 answers are numbers with , or $" in line]
-
-    assert "there 1000 is not 1,000; accuracy compares numbers" in noted("exact_or_stripped")[0]
-    assert not noted("accuracy")
-
-
-def test_evaluation_data_without_a_column_answer_is_noticed():
-    answered = [Problem(0, "1", (0,), {"answer": "1"})]
-    assert any("data.answer_column=NAME" in line for line in warnings_of(Config(), [], problems(0, 2)))
-    assert not any("data.answer_column" in line for line in warnings_of(Config(), [], [*answered, *problems(1, 2)]))
-
-
-def test_a_template_with_braces_of_no_column_is_noticed():
-    data = {"question_template": r"{topik} {answer}: {prompt} \\frac{1}{2}"}
-    lines = list(warnings_of(Config(data=data), [Problem(0, "1", (0,), {"answer": "1"})], []))
-    assert [line.split(":")[2].split()[0] for line in lines if "question_template" in line] == ["topik"]
 
 
 def test_problems_that_are_left_out_are_counted():
     train = ProblemSet(problems(0, 7), num_too_long=2, num_empty=1, num_without_answer=4)
-    evaluation = ProblemSet(problems(0, 5), num_too_long=1, num_empty=2)
-    line = data_line(DataConfig(dataset="file.jsonl", max_prompt_length=64), train, evaluation, num_evaluated=3)
+    evaluation = ProblemSet(problems(0, 5), num_too_long=1, num_empty=1)
+    line = data_line(DataConfig(dataset="file.jsonl", max_prompt_length=64), train, evaluation, num_evaluated=4)
     assert line == (
-        "data      file.jsonl: 7 problems to train on, 2 left out as longer than 64 tokens, 1 left out as empty, "
-        "4 without an answer; 3 to evaluate on, 3 left out as longer than 64 tokens or empty"
+        "data      file.jsonl: 7 problems to train on, 4 of them with an empty answer; 4 to evaluate on; "
+        "left out, as empty or longer than 64 tokens: 3 and 2"
     )
 
 
@@ -151,5 +118,5 @@ def test_a_learning_rate_of_full_training_with_adapters_is_noticed():
     def notes(**sections):
         return [line for line in warnings_of(Config.model_validate(sections), [], []) if "LoRA" in line]
 
-    assert "about ten times that" in notes(lora={"rank": 8})[0]
+    assert "about ten times the learning rate" in notes(lora={"rank": 8})[0]
     assert not notes(lora={"rank": 8}, optim={"learning_rate": 1e-5}) and not notes(optim={"learning_rate": 1e-6})

@@ -17,8 +17,8 @@ def test_libraries_print_nothing_and_the_run_starts_with_a_summary(tmp_path, ran
     noise = [line for line in done.stderr.splitlines() if re.search(r"Warning|deprecated|Writing|Loading|it/s", line)]
     assert noise == []
     shown = done.stdout
-    assert "6 problems x 4 completions = 24, 2 rank(s), 1 update(s); 1 steps" in shown
-    assert f"{tmp_path}/run; the same command or call continues it" in shown
+    assert "6 problems x 4 completions, 2 rank(s), 1 update(s); 1 steps" in shown
+    assert f"{tmp_path}/run, checkpoint.save_steps=None; the same command or call continues from there" in shown
 
 
 def test_the_line_of_a_step_fits_the_terminal():
