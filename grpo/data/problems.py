@@ -33,8 +33,6 @@ class ProblemSet:
     """Rows whose prompt holds half of a character (a lone surrogate), which the model reads as U+FFFD."""
     notes: tuple[str, ...] = ()
     """Lines for the user about the form of the prompts."""
-    opens_thinking: bool = False
-    """True if every prompt ends with ``<think>``, so that completions begin inside of the thinking."""
 
 
 def make_problems(
@@ -119,7 +117,6 @@ def make_problems(
         num_without_answer=rows.num_without_answer,
         num_repaired=num_repaired,
         notes=tuple(notes),
-        opens_thinking=all(text.rstrip().endswith("<think>") for text in texts),
     )
 
 

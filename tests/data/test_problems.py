@@ -387,11 +387,6 @@ def test_a_template_with_todays_date_and_a_column_of_tools_are_noted(tokenizer):
     assert problem_set(["a"], tokenizer, {"tools": None}).notes == ()
 
 
-def test_prompts_that_open_the_thinking_are_known(tokenizer):
-    assert problem_set(["a <think>\n", "b<think>"], tokenizer, prompt_template="{prompt}").opens_thinking
-    assert not problem_set(["a<think>", "b"], tokenizer, prompt_template="{prompt}").opens_thinking
-
-
 THINKS = (
     "{% for m in messages %}{{ m.content }}{% endfor %}{% if not enable_thinking | default(true) %}<think>{% endif %}"
 )
