@@ -1,4 +1,7 @@
-"""The end of a run: complete, stopped by a signal, or failed; in each case with the newest complete step on disk."""
+"""The end of a run: complete, stopped by a signal, or failed.
+
+In each case the newest complete step is on disk.
+"""
 
 from __future__ import annotations
 
@@ -9,30 +12,25 @@ from collections.abc import Callable
 
 from grpo.checkpoint.saver import how_to_continue
 from grpo.distributed import Interrupted, OtherRankFailed
-from grpo.evaluation.grading import correctness_note
 from grpo.run.records import Run
 from grpo.system import UserError, first_line
 
 
 def run_to_completion(run: Run, train: Callable[[Run], None], *, ends_process: bool = True) -> int:
-    """Train, and return the exit code: 0 when complete, 128 + signal number after a signal that asks to stop.
+    """Train, and return the exit code: 0 when complete, 128 + signal number after a stop signal.
 
-    After a failure a checkpoint is saved first, if no update was under way, so that only the current step is lost. Then
-    this process ends at once with code 1: the other ranks may wait for it in a collective, and torchrun ends them. A
-    rank that is alone in a program that goes on afterwards (``ends_process=False``) raises the failure instead.
+    After a failure a checkpoint is saved first, if no update was under way, so that only the
+    current step is lost. Then this process ends at once with code 1: the other ranks may wait for
+    it in a collective, and torchrun ends them. A rank that is alone in a program that goes on
+    afterwards (``ends_process=False``) raises the failure instead.
     """
     ends_process = ends_process or not run.world.is_alone
     try:
         code = _train_and_save(run, train)
     except BaseException as failure:
-        with contextlib.suppress(Exception):  # of a full disk, for example: it must not hide the failure
-            note = _rescue(run)
-            if ends_process:
-                _print_failure(run, failure, note)
-            else:
-                failure.add_note(f"grpo.train: in phase {run.world.phase!r} of step {run.progress.step + 1}")
-                if note:
-                    failure.add_note(f"grpo.train: {note}")
+        # What fails from here on, because of a full disk for example, must not hide the failure.
+        with contextlib.suppress(Exception):
+            _rescue_and_report(run, failure, ends_process)
         with contextlib.suppress(Exception):
             run.close()
         if ends_process:
@@ -52,50 +50,45 @@ def _train_and_save(run: Run, train: Callable[[Run], None]) -> int:
     assert not run.progress.mid_update, "an update is never interrupted"
     run.log.saver.save_newest()
     if code:
-        rest = how_to_continue(run.config) if run.progress.step else "there is nothing to save"
-        run.log.reporter.print(f"stopped at step {run.progress.step} of {run.max_steps}: {rest}")
+        place = f"step {run.progress.step} of {run.max_steps}"
+        run.log.reporter.print(f"stopped at {place}: {how_to_continue(run.config)}")
     return code
 
 
 def print_result(run: Run) -> None:
-    """Print the folders of the last and of the best checkpoint, and the hints that hold for the last steps."""
+    """Print the folders of the last and best checkpoint, and the hints for the last steps."""
     show = run.log.reporter.print
     output = run.config.output_dir
     kind = "a Hugging Face folder"
     if run.learner.policy.adapter:
         kind = "a LoRA adapter (python -m grpo.merge makes it a whole model)"
     show(f"saved     {output}/checkpoint-{run.max_steps}, {kind}")
-    note = correctness_note(run.config.eval, run.tasks.rewards.names)
-    if run.tasks.eval_problems and note:
-        show(note)
     best = run.progress.best
     if best:
-        name = run.config.checkpoint.keep_best
-        step = best["step"]
-        value = best["value"]
-        show(f"best      {output}/checkpoint-{step}, {name} {value:.4g}")
+        value = f"{run.config.checkpoint.keep_best} {best['value']:.4g}"
+        show(f"best      {output}/checkpoint-{best['step']}, {value}")
     for hint in run.log.reporter.hints.verdict().values():
         show(f"verdict   {hint}")
 
 
-def _rescue(run: Run) -> str | None:
-    """Save the newest complete step; returns a note on it."""
+def _rescue_and_report(run: Run, failure: BaseException, ends_process: bool) -> None:
+    """Save the newest complete step; print the failure, or add a note to one that is raised."""
     try:
-        return run.log.saver.rescue()
+        saved = run.log.saver.rescue()
     except Exception as error:  # the device may be unable to return the weights
-        return f"the state could not be saved: {type(error).__name__}: {error}"
+        saved = f"the state could not be saved: {type(error).__name__}: {error}"
+    place = f"in phase {run.world.phase!r}"
+    if not ends_process:
+        outcome = saved or "nothing new to save"
+        failure.add_note(f"grpo.train: {place} of step {run.progress.step + 1}; {outcome}")
+        return
 
-
-def _print_failure(run: Run, failure: BaseException, note: str | None) -> None:
-    """One line on the rank that failed, after a traceback unless the user can mend the error; and the note."""
-    if isinstance(failure, OtherRankFailed):
-        note = note if run.world.is_main else None
-    else:
+    # The rank that failed prints the error; a mistake of the user's needs no traceback.
+    if not isinstance(failure, OtherRankFailed):
         error = first_line(failure)
         if not isinstance(failure, UserError):
             traceback.print_exception(failure)
             error = f"{type(failure).__name__}: {error}"
-        print(f"error: [rank {run.world.rank}] in phase {run.world.phase!r}: {error}", file=sys.stderr)
-    if note:
-        print(f"note: {note}", file=sys.stderr)
-    sys.stderr.flush()
+        print(f"error: [rank {run.world.rank}] {place}: {error}", file=sys.stderr)
+    if saved:
+        print(f"note: {saved}", file=sys.stderr)

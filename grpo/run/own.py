@@ -1,15 +1,16 @@
-"""A user's own loss and advantages: ``algorithm.objective`` and ``algorithm.advantages`` that name a function."""
+"""A user's own loss and advantages.
+
+They are functions that ``algorithm.objective`` and ``algorithm.advantages`` name.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from grpo.algorithm.advantages import OwnAdvantages, call_own_advantages
 from grpo.algorithm.loss import OwnObjective, policy_loss
@@ -20,103 +21,93 @@ from grpo.rewards.functions import load_object, raised, source_files
 
 @dataclass(frozen=True)
 class OwnFunctions:
-    """The functions; None where a built-in one is configured."""
+    """The functions of the user; None where a built-in one is configured."""
 
-    objective: OwnObjective | None = None
-    advantages: OwnAdvantages | None = None
-    source_files: dict[str, str] = field(default_factory=dict)
+    objective: OwnObjective | None
+    advantages: OwnAdvantages | None
+    source_files: dict[str, str]
     """Name for messages -> path of the files that define them."""
 
 
 def load_own_functions(config: Config) -> OwnFunctions:
-    """Load the functions, and call each once on a small example; ValueError in one line on a mistake."""
-    algorithm, files = config.algorithm, {}
-    objective = algorithm.objective if is_own(algorithm.objective) else None
-    return OwnFunctions(
-        _load("algorithm.objective", objective, _try_objective, files),
-        _load("algorithm.advantages", algorithm.advantages, partial(_try_advantages, config), files),
-        files,
-    )
+    """Load the functions, and call each once on a small example.
+
+    Raises:
+        ValueError: on a mistake, in one line.
+    """
+    files = {}
+    objective = None
+    if is_own(config.algorithm.objective):
+        objective = _load(config, "objective", _try_objective, files)
+    advantages = None
+    if config.algorithm.advantages is not None:
+        advantages = _load(config, "advantages", _try_advantages, files)
+    return OwnFunctions(objective, advantages, files)
 
 
-def _load(key: str, name: str | None, trial: Callable[[Any], None], files: dict[str, str]) -> Any:
-    if name is None:
-        return None
-    function = load_object(name, key, "")
+def _load(config: Config, key: str, trial: Callable[..., None], files: dict[str, str]) -> Any:
+    name = getattr(config.algorithm, key)
+    place = f"algorithm.{key}={name}"
+    function = load_object(name, f"algorithm.{key}", "")
     if not callable(function):
-        location, _, last = name.rpartition(":")
-        raise ValueError(f"{key}={name}: {location} has no function {last!r}")
+        raise ValueError(f"{place}: there is no function of that name")
+    found = source_files(name, function)
+    defining = next(reversed(found.values()), "")
     try:
-        trial(function)
+        trial(function, config)
     except Exception as error:  # the user's function may raise anything
-        path = getattr(getattr(function, "__code__", None), "co_filename", "")
-        raise ValueError(f"{key}={name}{raised(error, path)}") from error
-    files |= source_files(name, function)
+        raise ValueError(f"{place}{raised(error, defining)}") from error
+    files |= found
     return function
 
 
-def _try_objective(function: OwnObjective) -> None:
-    """Loss and gradient of rows of 2, 1 and 0 tokens, one of them with a ratio of 1.
+def _try_objective(function: OwnObjective, config: Config) -> None:
+    """Check the gradient of the loss of rows of 2, 1 and 0 tokens.
 
-    They must be the same for each row alone, and with more padding: a cut into micro-batches changes both.
+    It must be the same for each row alone and with more padding, as in other micro-batches.
     """
     logprobs_BT = torch.tensor(
         [
-            [-1.0, -2.0],
-            [-0.5, 0.0],
-            [0.0, 0.0],
+            [-1.1, -2.2, 0.0, 0.0],
+            [-1.0, 0.0, 0.0, 0.0],
+            [0.0, 0.0, 0.0, 0.0],
         ],
         requires_grad=True,
     )
-    mask_BT = torch.tensor(
-        [
-            [True, True],
-            [True, False],
-            [False, False],
-        ]
-    )
-    change_B1 = torch.tensor([[0.1], [0.0], [0.0]])
-    old_logprobs_BT = logprobs_BT.detach() - change_B1
+    mask_BT = logprobs_BT < 0
+    # So the second row has a ratio of 1, as in a first update, and the first row has not.
+    old_logprobs_BT = logprobs_BT.detach().round()
     advantages_B = torch.tensor([1.0, -1.0, 2.0])
 
-    def loss_of(rows: slice, num_padding: int = 0) -> Tensor:
-        def cut(x_BT: Tensor) -> Tensor:
-            return pad(x_BT[rows], (0, num_padding))
-
+    def gradient_of(rows: slice, T: int) -> Tensor:
         loss_sum, _ = policy_loss(
-            cut(logprobs_BT),
-            cut(old_logprobs_BT),
+            logprobs_BT[rows, :T],
+            old_logprobs_BT[rows, :T],
             advantages_B[rows],
-            cut(mask_BT),
+            mask_BT[rows, :T],
             objective=function,
         )
-        return loss_sum
+        return torch.autograd.grad(loss_sum, logprobs_BT)[0]
 
-    loss = loss_of(slice(3))
-    (gradient_BT,) = torch.autograd.grad(loss, logprobs_BT)
+    gradient_BT = gradient_of(slice(3), 2)
     if not gradient_BT.any():
-        needs = "it must be computed from logprobs_BT or ratio_BT"
-        raise ValueError(f"the loss has no gradient: {needs}")
-    if not (loss.isfinite() and gradient_BT.isfinite().all()):
-        values = f"loss {loss.item()} or gradient {gradient_BT.tolist()}"
-        raise ValueError(f"{values} is not finite")
+        raise ValueError("the loss has no gradient: compute it from logprobs_BT or ratio_BT")
+    if not gradient_BT.isfinite().all():
+        raise ValueError(f"the gradient of the loss is not finite: {gradient_BT.tolist()}")
 
-    row_by_row = [loss_of(slice(b, b + 1)) for b in range(3)]
-    other_losses = {
-        "the other rows": sum(row_by_row),
-        "the number of padding columns": loss_of(slice(3), num_padding=2),
-    }
-    for cause, other_loss in other_losses.items():
-        (other_BT,) = torch.autograd.grad(other_loss, logprobs_BT)
-        is_same = torch.isclose(loss, other_loss)
-        if not is_same or not torch.allclose(gradient_BT, other_BT, atol=1e-6):
-            effect = "and so the update on how the batch is cut"
-            raise ValueError(f"the loss of a row depends on {cause}, {effect}")
+    row_by_row_BT = sum(gradient_of(slice(b, b + 1), 4) for b in range(3))
+    if not torch.allclose(gradient_BT, row_by_row_BT, atol=1e-6):
+        raise ValueError(
+            "the loss of a row depends on the other rows or on the number of padding columns, "
+            "and so the update on how the batch is cut"
+        )
 
 
-def _try_advantages(config: Config, function: OwnAdvantages) -> None:
-    """Advantages of two problems, with different rewards and with one that is not scored."""
-    G, F = config.rollout.num_generations, max(len(config.reward.functions), 1)
+def _try_advantages(function: OwnAdvantages, config: Config) -> None:
+    """Compute advantages of two problems, with different rewards and with one that is missing."""
+    G = config.rollout.num_generations
+    F = len(config.reward.functions) or 1  # with none, an environment gives the reward
     rewards_PG = torch.arange(2.0 * G).view(2, G)
     rewards_PG[1, 0] = torch.nan
-    call_own_advantages(function, rewards_PG, rewards_PG[..., None].expand(2, G, F))
+    values_PGF = rewards_PG[..., None].expand(2, G, F)
+    call_own_advantages(function, rewards_PG, values_PGF)

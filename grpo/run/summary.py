@@ -59,8 +59,8 @@ def _facts(run: Run) -> Iterator[str]:
     millions = num_parameters(model) / 1e6
     trained = num_parameters(model, trained=True) / 1e6
     yield (
-        f"model     {config.model.name_or_path}, {millions:.2f}M parameters, {trained:.2f}M of them "
-        f"trained; {config.runtime.precision} on {run.world.device.type}"
+        f"model     {config.model.name_or_path}, {millions:.2f}M parameters, {trained:.2f}M of "
+        f"them trained; {config.runtime.precision} on {run.world.device.type}"
     )
 
     rollout = config.rollout
@@ -149,7 +149,7 @@ def _worked_solutions(reward: str, train: Sequence[Problem]) -> Iterator[str]:
         count += "####" in answer or "\\boxed{" in answer
     if count:
         yield (
-            f"warning: {count} of {len(train)} answers contain #### or \\boxed, and {reward} compares "
-            "the whole text: data.answer_pattern='####\\s*(.+)' takes the answer out, or "
+            f"warning: {count} of {len(train)} answers contain #### or \\boxed, and {reward} "
+            "compares the whole text: data.answer_pattern='####\\s*(.+)' takes the answer out, or "
             f"'{INSIDE_OF_BOX}'"
         )

@@ -71,17 +71,17 @@ constant = 3
     ("key", "name", "message"),
     [
         ("objective", "per_row", r"must return a loss of shape \[B, T\] = \(3, 2\), got \(3,\)"),
-        ("objective", "no_gradient", "the loss has no gradient: it must be computed from logprobs_BT or ratio_BT"),
+        ("objective", "no_gradient", "the loss has no gradient: compute it from logprobs_BT or ratio_BT"),
         ("objective", "scalar", r"got \(\)"),
         ("objective", "numpy_array", "got ndarray"),
-        ("objective", "not_at_1", "loss nan or gradient .* is not finite"),
-        ("objective", "over_rows", "the loss of a row depends on the other rows, and so the update on how the batch"),
-        ("objective", "per_width", "the loss of a row depends on the number of padding columns, and so the update on"),
+        ("objective", "not_at_1", "the gradient of the loss is not finite: .*nan"),
+        ("objective", "over_rows", "the loss of a row depends on the other rows or on"),
+        ("objective", "per_width", "or on the number of padding columns, and so the update on how the batch is cut"),
         ("objective", "gradient_of_the_mean", "the loss of a row depends on the other rows"),
         ("objective", "largest_advantage", "the loss of a row depends on the other rows"),
         ("objective", "fails", r"\(line 43\) raised KeyError: 'a'"),
-        ("objective", "missing", "has no function 'missing'"),
-        ("objective", "constant", "has no function 'constant'"),
+        ("objective", "missing", "there is no function of that name"),
+        ("objective", "constant", "there is no function of that name"),
         ("advantages", "one_argument", "TypeError: one_argument.. takes 1 positional argument but 2 were given"),
         ("advantages", "per_problem", r"must return shape \[P, G\] = \(2, 8\), got \(2,\)"),
     ],
@@ -92,6 +92,11 @@ def test_a_mistake_is_one_line_before_the_run_starts(tmp_path, key, name, messag
     with pytest.raises(ValueError, match=message) as caught:
         load_own_functions(make_config({f"algorithm.{key}": f"{file}:{name}"}))
     assert str(caught.value).startswith(f"algorithm.{key}={file}:{name}") and "\n" not in str(caught.value)
+
+
+def test_advantages_without_a_file_are_refused():
+    with pytest.raises(ValueError, match=r"unknown algorithm\.advantages 'mine': your own is"):
+        load_own_functions(make_config({"algorithm.advantages": "mine"}))
 
 
 def test_a_file_that_changed_is_read_again_in_the_same_process(tmp_path):
