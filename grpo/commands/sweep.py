@@ -46,7 +46,7 @@ from grpo.config import (
 )
 from grpo.library import PAGE
 from grpo.report.read import RunData, read_run
-from grpo.run.own import load_own_functions
+from grpo.run.user_functions import load_user_functions
 from grpo.system import end_with_parent, printable
 from grpo.telemetry.terminal import survive_lost_readers
 
@@ -162,7 +162,7 @@ def make_plan(
     for changes in variants:
         config = load_config([*base, *changes])
         check_world_size(config, ranks)
-        load_own_functions(config)
+        load_user_functions(config)
         name = ",".join(map(masked_argument, changes)) or "base"
         if same := [other for other, (_, its) in different.items() if its.model_dump() == config.model_dump()]:
             print(f"note: {name} has the settings of {same[0]} and is left out")

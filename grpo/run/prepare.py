@@ -51,11 +51,11 @@ from grpo.rollout import split_stop
 from grpo.run.memory import try_largest_step
 from grpo.run.models import any_forward, build_models
 from grpo.run.objects import Objects
-from grpo.run.own import OwnFunctions, load_own_functions
 from grpo.run.proofs import prove_update
 from grpo.run.records import Learner, Log, Run, Sampler, Tasks
 from grpo.run.signals import Signals, ignore_save_signal
 from grpo.run.summary import print_summary
+from grpo.run.user_functions import UserFunctions, load_user_functions
 from grpo.telemetry.records import environment, record_start
 from grpo.telemetry.reporter import Reporter
 from grpo.turns.engine import TurnsEngine
@@ -67,7 +67,7 @@ from grpo.vllm import build_engine
 class Inputs:
     """What a run reads besides models: functions of the user, and rows of datasets."""
 
-    own: OwnFunctions
+    user: UserFunctions
     tools: Tools | None
     rewards: RewardRunner
     train: Rows
@@ -216,8 +216,8 @@ def _prepare(
         optimizer=models.optimizer,
         lr_schedule=models.lr_schedule,
         reporter=reporter,
-        objective=inputs.own.objective or config.algorithm.objective,
-        own_advantages=inputs.own.advantages,
+        objective=inputs.user.objective or config.algorithm.objective,
+        user_advantages=inputs.user.advantages,
     )
     trained = Trained(policy, models.optimizer, models.moving_reference)
     saver = Saver(config, world, trained, reporter, progress, max_steps, start.compared)
@@ -256,7 +256,7 @@ def _read_inputs(
         load_peft()
     if config.model.adapter is not None:
         read_adapter_config(config.model.adapter)
-    own = load_own_functions(config)
+    user = load_user_functions(config)
 
     specs = []
     for function in config.reward.functions:
@@ -308,7 +308,7 @@ def _read_inputs(
     for note in dict.fromkeys(notes):
         if world.is_main:
             print(note, flush=True)
-    return Inputs(own, tools, rewards, train, evaluation)
+    return Inputs(user, tools, rewards, train, evaluation)
 
 
 def _resolve_models(config: Config, world: World) -> tuple[str, str | None]:
@@ -341,7 +341,7 @@ def _find_start(
     """The state that the run starts from; ValueError if ranks, or the run before, read other files."""
     rows = fingerprint(inputs.train)
     with world.fail_together():
-        files = dict(inputs.own.source_files)
+        files = dict(inputs.user.source_files)
         if inputs.tools is not None:
             files |= inputs.tools.source_files
         content = content_digests(config, path, inputs.rewards, reference, files)

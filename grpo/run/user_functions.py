@@ -20,7 +20,7 @@ from grpo.rewards.functions import load_object, raised, source_files
 
 
 @dataclass(frozen=True)
-class OwnFunctions:
+class UserFunctions:
     """The functions of the user; None where a built-in one is configured."""
 
     objective: OwnObjective | None
@@ -29,7 +29,7 @@ class OwnFunctions:
     """Name for messages -> path of the files that define them."""
 
 
-def load_own_functions(config: Config) -> OwnFunctions:
+def load_user_functions(config: Config) -> UserFunctions:
     """Load the functions, and call each once on a small example.
 
     Raises:
@@ -42,7 +42,7 @@ def load_own_functions(config: Config) -> OwnFunctions:
     advantages = None
     if config.algorithm.advantages is not None:
         advantages = _load(config, "advantages", _try_advantages, files)
-    return OwnFunctions(objective, advantages, files)
+    return UserFunctions(objective, advantages, files)
 
 
 def _load(config: Config, key: str, trial: Callable[..., None], files: dict[str, str]) -> Any:

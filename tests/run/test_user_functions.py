@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from grpo.algorithm.loss import loss_denominator, policy_loss
 from grpo.config import make_config
 from grpo.rewards.functions import load_object
-from grpo.run.own import load_own_functions
+from grpo.run.user_functions import load_user_functions
 
 FILE = """
 import torch
@@ -90,13 +90,13 @@ def test_a_mistake_is_one_line_before_the_run_starts(tmp_path, key, name, messag
     file = tmp_path / "my_loss.py"
     file.write_text(FILE)
     with pytest.raises(ValueError, match=message) as caught:
-        load_own_functions(make_config({f"algorithm.{key}": f"{file}:{name}"}))
+        load_user_functions(make_config({f"algorithm.{key}": f"{file}:{name}"}))
     assert str(caught.value).startswith(f"algorithm.{key}={file}:{name}") and "\n" not in str(caught.value)
 
 
 def test_advantages_without_a_file_are_refused():
     with pytest.raises(ValueError, match=r"unknown algorithm\.advantages 'mine': your own is"):
-        load_own_functions(make_config({"algorithm.advantages": "mine"}))
+        load_user_functions(make_config({"algorithm.advantages": "mine"}))
 
 
 def test_a_file_that_changed_is_read_again_in_the_same_process(tmp_path):
@@ -104,8 +104,8 @@ def test_a_file_that_changed_is_read_again_in_the_same_process(tmp_path):
     config = make_config({"algorithm.advantages": f"{file}:two"})
     for factor in (2, 3):
         file.write_text(f"def two(rewards_PG, values_PGF):\n    return {factor} * rewards_PG\n")
-        found.append(load_own_functions(config).advantages(torch.ones(1, 1), None).item())
-    assert found == [2, 3] and load_own_functions(config).advantages is load_own_functions(config).advantages
+        found.append(load_user_functions(config).advantages(torch.ones(1, 1), None).item())
+    assert found == [2, 3] and load_user_functions(config).advantages is load_user_functions(config).advantages
 
 
 def test_the_example_by_hand():
