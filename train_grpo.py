@@ -86,8 +86,8 @@ def train(run: Run) -> None:
 def compute_advantages(run: Run, values_PGF: Tensor, rewards_PG: Tensor) -> Tensor:
     """Advantages ``[P, G]`` from the rewards of all ranks; a reward that is NaN was not scored."""
     algorithm = run.config.algorithm
-    if run.learner.own_advantages is not None:  # a function of the user
-        return call_own_advantages(run.learner.own_advantages, rewards_PG, values_PGF)
+    if run.learner.user_advantages is not None:  # a function of the user
+        return call_own_advantages(run.learner.user_advantages, rewards_PG, values_PGF)
     if algorithm.multi_objective_aggregation == "normalize_then_sum":  # GDPO
         weights = run.tasks.rewards.weights
         return normalize_then_sum(values_PGF, weights, eps=algorithm.advantage_eps)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -53,7 +53,7 @@ class Learner:
     """Shows bars and warnings."""
     objective: Objective | OwnObjective
     """The loss of a token: a name, or a function of the user."""
-    own_advantages: OwnAdvantages | None = None
+    user_advantages: OwnAdvantages | None = None
     """Advantages by a function of the user. Default: those of the configuration."""
 
     @property
@@ -139,8 +139,6 @@ class Run:
     tasks: Tasks
     log: Log
     max_steps: int
-    debug_checks: list[str] = field(default_factory=list)
-    """Names of the checks of ``--debug`` that have passed so far, in order, with repetitions."""
 
     @property
     def trainer_state(self) -> TrainerState:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -47,7 +48,8 @@ def print_summary(
     if why_padded:
         lines.append(f"note      {why_padded}: scoring computes each prompt once per completion")
     if checkpoint:
-        lines.append(f"resuming  {checkpoint} at step {run.progress.step}")
+        rate = run.learner.lr_schedule.get_last_lr()[0]
+        lines.append(f"resuming  {checkpoint} at step {run.progress.step}, learning rate {rate:.3g}")
     for line in filter(None, lines):
         run.log.reporter.print(line)
 
@@ -110,6 +112,12 @@ def warnings_of(
     # A rate that is usual for all weights hardly moves adapters.
     if config.uses_lora and config.optim.learning_rate <= 3e-6:
         yield "note: LoRA adapters take about ten times the learning rate of all weights"
+    names = re.findall(r"\{([A-Za-z_]\w*)[.\w]*\}", config.data.question_template or "")
+    unknown = set(names) - {"prompt"}
+    for problem in train[:1]:
+        unknown -= problem.columns.keys()
+    for name in sorted(unknown):
+        yield f"warning: data.question_template: {{{name}}} is no column, and stays as it is"
     for key, reason in keys_without_effect(config).items():
         yield f"note: {key} has no effect {reason}"
 
