@@ -53,6 +53,12 @@ class Progress:
         """The progress saved in a checkpoint's state; missing names keep their defaults."""
         return cls(**{f.name: state[f.name] for f in dataclasses.fields(cls) if f.name in state})
 
+    def choose(self, config: Config, key: str, value: int) -> bool:
+        """Use a value in place of the default of a key of ``CHOSEN``; False if the user has set the key."""
+        setattr(self, CHOSEN[key], value)
+        self.forget_chosen(config)
+        return getattr(self, CHOSEN[key]) == value
+
     def forget_chosen(self, config: Config) -> None:
         """Drop the chosen values of keys that the user has set."""
         for key, name in CHOSEN.items():

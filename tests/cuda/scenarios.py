@@ -65,7 +65,7 @@ def benchmark(folder, only, mistake=None):
             attention = packed.packed_attention
             packed.packed_attention = lambda q, *more: attention(q, *more) * (1 + 0.03 * q.requires_grad)
         case "short trial":  # the try of the largest step leaves out the update
-            memory._update = lambda *_, **__: None
+            memory.microbatch_rows = lambda *_, **__: []
     arguments = ["--shape=small", f"--output={folder}"]
     for name in only:
         arguments += ["--only", name]

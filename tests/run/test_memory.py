@@ -12,8 +12,8 @@ import torch
 from conftest import ROOT, run_trainer, save_random_model, small_run
 
 from grpo.config import load_config
-from grpo.distributed import start_world
-from grpo.run.memory import is_out_of_memory, try_largest_step
+from grpo.distributed import OtherRankFailed, start_world
+from grpo.run.memory import OUT_OF_MEMORY, try_largest_step
 from grpo.run.prepare import prepare
 
 VOLATILE = ("step_time", "tokens_per_second", "time/")
@@ -62,32 +62,36 @@ def test_it_restores_generators_gradients_and_weights(tmp_path):
         run.close()
 
 
-@pytest.mark.parametrize(
-    ("more", "rows", "longest"),
-    [
-        ((), {"rollout": 24, "greedy": 13}, 12),
-        (("eval.max_completion_length=40",), {"rollout": 24, "greedy": 13}, 40),
-        (("eval.temperature=1", "eval.num_samples=100"), {"rollout": 24, "greedy": 13, "samples": 200}, 12),
-    ],
-)
-def test_it_samples_as_an_evaluation_does(tmp_path, random_model, more, rows, longest):
-    """13 problems: one greedy completion of each, and of as many problems as give at most 256 rows all samples."""
+def test_it_takes_the_longest_prompts_and_completions_of_full_length(tmp_path, random_model, monkeypatch):
+    """A rollout of 6 problems x 4 completions of 12 tokens; two packed micro-batches of at most 100 tokens."""
+    more = ["optim.tokens_per_microbatch=100", "algorithm.num_minibatches=2"]
     config = load_config([*small_run(random_model, tmp_path / "run"), *more])
     run = prepare(config, start_world(config.runtime))
-    tried, sample = {}, run.sampler.engine.dry_run
+    problems = run.tasks.problems.problems
+    lengths = sorted((len(problem.prompt_ids) for problem in problems), reverse=True)
+    L = lengths[0]
+    rollouts = []
+    passes = []
+    monkeypatch.setattr(run.sampler.engine, "dry_run", lambda *arguments: rollouts.append(arguments))
 
-    def counted(prompts, sampling):
-        is_rollout = sampling == run.sampler.sampling
-        tried["rollout" if is_rollout else "greedy" if sampling.is_greedy else "samples"] = len(prompts)
-        assert sampling.max_completion_length == (12 if is_rollout else longest)
-        sample(prompts, sampling)
+    def watched(scorer, inputs, outputs):
+        sequence_ids_BS, _, mask_BT, group_B = inputs
+        num_prompts = len(group_B.unique())
+        num_tokens = num_prompts * L + int(mask_BT.sum())
+        passes.append(num_tokens)
+        assert sequence_ids_BS.shape[1] == L + 12 and mask_BT.all()
+        outputs[0].register_hook(lambda _: passes.append("backward"))
 
-    run.sampler.engine.dry_run = counted
+    run.learner.bare_scorer.register_forward_hook(watched)
     try:
-        try_largest_step(run, run.tasks.problems.problems)
-        assert tried == rows
+        try_largest_step(run, problems)
     finally:
         run.close()
+    ((prompts, sampling),) = rollouts
+    assert [len(prompt) for prompt in prompts[::4]] == lengths[:6] and len(prompts) == 24
+    assert sampling == run.sampler.sampling and sampling.max_completion_length == 12
+    # Prompts of 14 tokens: four completions of one group and two of the next make 2 * 14 + 6 * 12.
+    assert L == 14 and passes == [100, "backward", 100, "backward"]
 
 
 # --- memory that is short
@@ -146,19 +150,22 @@ def long_run(model, output, *more: str) -> list[str]:
     ]
 
 
+DOES_NOT_FIT = "the largest possible step does not fit in memory: "
+
+
 def refused(done) -> str:
     """The message of the one line of error."""
     assert done.returncode == 2, done.stderr[-3000:]
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert "Traceback" not in done.stderr
-    return line.removeprefix("error: the largest possible step does not fit in memory: ")
+    return line.removeprefix(f"error: {DOES_NOT_FIT}")
 
 
 def chosen(done, key: str) -> list[str]:
     """The values that the run chose for a key because the default did not fit."""
     assert done.returncode == 0, done.stderr[-3000:]
     assert "the largest possible step was tried in " in done.stdout
-    return re.findall(rf"^note      {key}=.* is too much .*; using {key}=(\d+), with the same", done.stdout, re.M)
+    return re.findall(rf"^note      {DOES_NOT_FIT}{key}=.* is too much .*; using (\d+), equal", done.stdout, re.M)
 
 
 def state_of(output, step: int) -> dict:
@@ -208,7 +215,7 @@ def test_a_rollout_too_large(tmp_path, bound, mib):
         return
     told = refused(first)
     found = re.fullmatch(
-        r"rollout\.tokens_in_flight=80000 is too much for completions of 400 tokens after prompts of 14; (\d+) fits",
+        r"rollout\.tokens_in_flight=80000 is too much for prompts and completions of 414 tokens; (\d+) fits",
         told,
     )
     assert found and 800 < int(found[1]) < 80000, told
@@ -226,7 +233,11 @@ def test_not_even_one_fits(tmp_path):
     model = save_random_model(tmp_path / "model", max_position_embeddings=1024, intermediate_size=4096)
     arguments = long_run(model, tmp_path / "run", "rollout.tokens_in_flight=500")
     told = refused(run_with(45, *arguments, tmp_path=tmp_path))
-    assert told.startswith("not even one completion of 400 tokens after a prompt of 14 can be trained on: lower")
+    assert re.fullmatch(
+        r"optim\.tokens_per_microbatch=16384 is too much for prompts and completions of 414 tokens, "
+        r"and not even one of them fits: lower rollout\.max_completion_length, .*",
+        told,
+    )
 
 
 @pytest.mark.slow
@@ -248,7 +259,9 @@ def test_out_of_memory_errors_are_recognised():
     for ask in (lambda: torch.empty(1 << 50, dtype=torch.uint8), lambda: bytearray(1 << 62)):
         with pytest.raises((RuntimeError, MemoryError)) as caught:
             ask()
-        assert is_out_of_memory(caught.value)
+        on_another_rank = OtherRankFailed(f"rank 1: {type(caught.value).__name__}: {caught.value}")
+        for error in (caught.value, on_another_rank):
+            assert re.search(OUT_OF_MEMORY, repr(error))
     with pytest.raises(RuntimeError) as caught:
         torch.ones(2, 3) @ torch.ones(2, 3)
-    assert not is_out_of_memory(caught.value)
+    assert not re.search(OUT_OF_MEMORY, repr(caught.value))
