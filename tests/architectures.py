@@ -3,7 +3,9 @@
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from grpo.model import turn_dropout_off
+from grpo.algorithm.logprobs import CompletionScorer
+from grpo.model import Policy, turn_dropout_off
+from grpo.rollout import check_model
 
 V = 64
 SIZES = dict(
@@ -49,3 +51,10 @@ def build(model_type, settings, attention="sdpa"):
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
     turn_dropout_off(model)
     return model
+
+
+def checked(model, temperature=1.0):
+    """A scorer that has been checked, and the reason why it is not packed, or None."""
+    scorer = CompletionScorer(model, temperature)
+    policy = Policy(model, None, (2,), 0, torch.device("cpu"), "fp32")
+    return scorer, check_model(policy, scorer)

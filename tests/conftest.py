@@ -86,13 +86,14 @@ def policy(random_model, request):
 
 
 def load(folder: Path, packed: bool = False, **options):
-    from grpo.attention.packed import enable_packing
+    from grpo.algorithm.logprobs import CompletionScorer
     from grpo.model import load_policy, load_tokenizer
+    from grpo.rollout import check_model
 
     options = {"precision": "fp32", "device": torch.device("cpu")} | options
     policy = load_policy(str(folder), load_tokenizer(str(folder)), **options)
     if packed:
-        assert enable_packing(policy.model, policy.model.model) is None
+        assert check_model(policy, CompletionScorer(policy.model)) is None
     return policy
 
 

@@ -4,15 +4,12 @@ Shapes: ``B`` rows, ``T`` completion tokens, ``S`` tokens with the prompt, ``V``
 completion tokens of all rows together, ``n`` tokens of one chunk, ``K`` token ids that the sampler allowed in all.
 """
 
-from functools import cached_property
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from grpo.algorithm.batch import IGNORE_INDEX, AllowedTokens, completion_lengths, completion_mask
-from grpo.attention import enable_packing, fast_paths, few_sizes, pack, packed_hidden
-from grpo.attention.precision import ieee_fp32
+from grpo.attention import fast_paths, few_sizes, pack, packed_hidden
 
 LOGITS_PER_CHUNK, LOGITS_PER_CHUNK_ON_CUDA = 2**24, 2**27
 """Most logits in memory at once: 64 MiB in fp32, on a GPU 512 MiB, because it needs larger matrix products.
@@ -52,19 +49,32 @@ class CompletionScorer(nn.Module):
         super().__init__()
         self.model = model
         self.temperature = temperature
+        self.plain_head = False
+        """True if the logits are the head's product with the last hidden state, which is then computed in chunks.
+
+        It and ``packed`` are switched on by :func:`grpo.rollout.check_model`. Without them every model is scored right.
+        """
         self.packed = False
-        """True if each prompt is computed once per group instead of once per completion; see :meth:`pack_groups`."""
+        """True if each prompt is computed once per group instead of once per completion."""
 
-    def pack_groups(self) -> str | None:
-        """Compute each prompt once per group from now on. Returns None, or, changing nothing, why the model cannot."""
-        reason = enable_packing(self.model, self.model.base_model if self.plain_head else None)
-        self.packed = reason is None
-        return reason
+    def find_plain_head(self, ids_BS: Tensor) -> None:
+        """Set ``plain_head``: whether the logits of these tokens are ``head(backbone(ids))`` and nothing else.
 
-    @cached_property
-    def plain_head(self) -> bool:
-        """:func:`head_is_plain` of the model, computed at first use."""
-        return head_is_plain(self.model)
+        Models that scale or cap their logits (Gemma 2, Cohere, Granite) or have no separate backbone
+        are scored from the logits that the whole model returns. A cap of 30 changes bits of logits
+        of 0.3, too, so the head's output is compared bit by bit.
+        """
+        backbone = self.model.base_model
+        head = self.model.get_output_embeddings()
+        if backbone is self.model or not isinstance(head, nn.Linear):
+            return
+        hidden_BSH = backbone(input_ids=ids_BS, use_cache=False).last_hidden_state
+        seen = []
+        hook = head.register_forward_hook(lambda module, inputs, output: seen.extend((*inputs, output)))
+        logits_BSV = self.model(input_ids=ids_BS, use_cache=False).logits
+        hook.remove()
+        is_of_hidden = torch.allclose(seen[0], hidden_BSH, rtol=1e-3, atol=1e-4)
+        self.plain_head = is_of_hidden and torch.equal(seen[1].float(), logits_BSV.float())
 
     def forward(
         self,
@@ -297,38 +307,3 @@ def _divide_by_temperature(logits_NV: Tensor, temperature: float) -> Tensor:
     """Logits divided by the temperature, in fp32 or wider."""
     logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
     return logits_NV if temperature == 1.0 else logits_NV / temperature
-
-
-@torch.no_grad()
-@ieee_fp32()
-def head_is_plain(model: nn.Module) -> bool:
-    """True if the model's logits are ``head(backbone(ids))`` and nothing else; tested with a pass over two tokens.
-
-    Models that scale or cap their logits (Gemma 2, Cohere, Granite) or have no separate backbone are scored from the
-    logits that the whole model returns, all in memory at once.
-    """
-    inner, head = model.base_model, model.get_output_embeddings()
-    if inner is model or not isinstance(head, nn.Linear):
-        return False
-    ids = torch.arange(2, device=head.weight.device)[None, :]
-    was_training = model.training
-    model.eval()
-    logits = []
-    # The hook puts numbers from -1000 to 1000 in place of the head's output: a cap at 30 would not change small logits.
-    hook = head.register_forward_hook(lambda module, inputs, output: logits.append(output) or _ramp_like(output))
-    try:
-        hidden = inner(input_ids=ids, use_cache=False).last_hidden_state
-        returned = model(input_ids=ids, use_cache=False).logits
-    finally:
-        hook.remove()
-        model.train(was_training)
-    if not torch.equal(returned.float(), _ramp_like(logits[0]).float()):
-        return False
-    # They may be stored in bf16.
-    weight, bias = (None if p is None else p.to(hidden.dtype) for p in (head.weight, head.bias))
-    expected = F.linear(hidden, weight, bias).float()
-    return torch.allclose(expected, logits[0].float(), rtol=1e-3, atol=1e-4)
-
-
-def _ramp_like(logits: Tensor) -> Tensor:
-    return torch.linspace(-1000.0, 1000.0, logits.shape[-1], dtype=logits.dtype, device=logits.device).expand_as(logits)

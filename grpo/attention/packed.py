@@ -20,17 +20,12 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from grpo.attention.forked import ForkedCache, product_dtype, repeat_heads
-from grpo.attention.layout import PackedLayout, pack, pack_prompts
-from grpo.attention.precision import ieee_fp32
+from grpo.attention.layout import PackedLayout
 
 ATTENTION = "sdpa_or_packed"
 """Our attention function in transformers: SDPA, unless a pass brings a layout or a cache."""
 ANY_MASK = (1, 1, 1, 1)
 """Shape of the mask of a packed pass, which is ignored: transformers then builds none."""
-
-
-class CannotPack(ValueError):
-    """The model's attention is more than a softmax over all earlier tokens."""
 
 
 def packed_attention(
@@ -139,9 +134,9 @@ def _attention_forward(
         return _sdpa(module, query, key, value, attention_mask, **options)
     for name in ("sliding_window", "softcap", "s_aux", "position_bias"):
         if options.get(name) is not None:
-            raise CannotPack("its attention has a window, a cap, sinks or a bias")
+            raise ValueError("its attention has a window, a cap, sinks or a bias")
     if attention_mask is not None and attention_mask.shape != ANY_MASK:
-        raise CannotPack("its layers change the mask")
+        raise ValueError("its layers change the mask")
 
     scaling = options.get("scaling")
     if packed is None:
@@ -244,7 +239,7 @@ def window_of(config: PreTrainedConfig) -> tuple[str, int] | None:
     None if there is none. Some models have their window in the mask alone, where a probe shorter
     than the window cannot see it.
     """
-    for name, value in vars(config).items():
+    for name, value in vars(config.get_text_config()).items():
         is_window = name.endswith(("window", "window_size")) or name == "attention_chunk_size"
         if is_window and type(value) is int and getattr(config, f"use_{name}", True):
             return name, value
@@ -256,72 +251,22 @@ def packing_enabled(model: nn.Module) -> bool:
     return model.config._attn_implementation == ATTENTION
 
 
-@torch.no_grad()
-@ieee_fp32()
-def enable_packing(model: nn.Module, backbone: nn.Module | None) -> str | None:
-    """Switch the model to packed and forked attention, if a probe gives the hidden states of padded rows.
+def enable_packing(model: nn.Module) -> str | None:
+    """Switch a model to packed and forked attention, or return why its configuration does not allow it.
 
-    ``backbone`` is the model without its head, or None if the head cannot be applied separately.
-    Returns None, or the reason why packing is impossible; the model is then unchanged.
+    :func:`grpo.rollout.check_model` compares what the model then computes.
     """
     before = model.config._attn_implementation
     if before != "sdpa":
         return f"model.attn_implementation={before} is not sdpa"
-    if backbone is None:
-        return "its head does more than a product with the last hidden state"
-    if window := window_of(model.config.get_text_config()):
+    window = window_of(model.config)
+    if window is not None:
         name, size = window
         return f"its attention has a window ({name}={size})"
-
-    reason = "its layers mix the tokens of a row in other ways than attention"
-    was_training = model.training
-    model.eval()
-    try:
-        if _computes_packed(model, backbone):
-            reason = None
-    except CannotPack as error:
-        reason = str(error)
-    except Exception as error:  # the model's code is not ours, and may not accept these arguments
-        reason = f"{type(error).__name__} when packed"
-    finally:
-        model.train(was_training)
-    if reason is not None:
-        model.set_attn_implementation(before)
-    return reason
-
-
-def _computes_packed(model: nn.Module, backbone: nn.Module) -> bool:
-    """True if two prompts with two completions each get the hidden states of padded rows."""
-    device = next(model.parameters()).device
-    vocabulary = len(model.get_input_embeddings().weight)
-    generator = torch.Generator().manual_seed(0)
-    ids_BS = torch.randint(vocabulary, (4, 13), generator=generator)
-    prompts_U9 = ids_BS[::2, :9].clone()
-    ids_BS[1::2, :9] = prompts_U9
-    ids_BS = ids_BS.to(device)
-    groups = [0, 0, 1, 1]
-    padded = backbone(input_ids=ids_BS, use_cache=False)
-    expected_BSH = padded.last_hidden_state
-
     model.set_attn_implementation(ATTENTION)
-    packed = pack(ids_BS, [9] * 4, [4] * 4, groups)
-    found_MH = packed_hidden(backbone, packed)[packed.before_M]
-    found_B4H = found_MH.unflatten(0, (4, 4))
+    return None
 
-    # The second token of each completion, by a decode step.
-    forked = ForkedCache([9, 9], capacity=1, device=device)
-    prompts = pack_prompts(prompts_U9.tolist(), device)
-    packed_hidden(backbone, prompts, forked)
-    forked.fork(torch.tensor(groups, device=device))
-    second_B = ids_BS[:, 9]
-    next_BH = forked_hidden(
-        backbone,
-        second_B,
-        torch.full_like(second_B, 9),
-        forked,
-    )
 
-    found = torch.cat([found_B4H, next_BH[:, None]], dim=1)
-    difference = found - expected_BSH[:, [8, 9, 10, 11, 9]]
-    limit = 5e-5 * expected_BSH.abs().max()
-    return bool(difference.abs().max() <= limit)
+def disable_packing(model: nn.Module) -> None:
+    """Undo :func:`enable_packing`."""
+    model.set_attn_implementation("sdpa")

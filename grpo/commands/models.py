@@ -11,7 +11,7 @@ from grpo.algorithm.logprobs import CompletionScorer
 from grpo.config import Config
 from grpo.distributed import World
 from grpo.model import load_policy
-from grpo.rollout import Engine, check_sampling
+from grpo.rollout import Engine, check_model
 from grpo.turns.engine import TurnsEngine
 from grpo.turns.tools import Tools
 from grpo.vllm import build_engine
@@ -35,12 +35,23 @@ def load_engine(
         tools: of the run, if it has turns.
     """
     longest = max((len(problem.prompt_ids) + completion_length for problem in problems), default=0)
-    settings = config.model.model_dump(exclude={"name_or_path", "adapter", "reference", "chat_template"})
-    settings |= dict(precision=config.runtime.precision, base_precision=config.lora.base_precision)
     with world.fail_together():
-        policy = load_policy(path, tokenizer, device=world.device, **settings)
-        CompletionScorer(policy.model).pack_groups()  # as in training: the same kernels, so the same tokens
-        check_sampling(policy, reach=longest)
+        policy = load_policy(
+            path,
+            tokenizer,
+            device=world.device,
+            precision=config.runtime.precision,
+            attn_implementation=config.model.attn_implementation,
+            trust_remote_code=config.model.trust_remote_code,
+            base_precision=config.lora.base_precision,
+        )
+        # As in training: the same kernels, so the same tokens.
+        check_model(
+            policy,
+            CompletionScorer(policy.model),
+            disable_dropout=config.model.disable_dropout,
+            reach=longest,
+        )
     engine = build_engine(
         config, world, policy, path=path, root=policy.model, longest=longest, folder=folder,
         probe_ids=problems[0].prompt_ids if problems else (), builtin=dict(fast_decode=config.runtime.fast_decode),

@@ -25,8 +25,8 @@ from transformers.utils import logging as transformers_logging
 
 from grpo.algorithm.batch import Problem
 from grpo.data.tiny import build_tiny_model
-from grpo.model.lora import TRAINED, base_of, load_peft, read_adapter, store_frozen_in_bf16
-from grpo.model.policy import Policy, check_finite, context_limit, reading, turn_randomness_off
+from grpo.model.lora import TRAINED, base_of, load_peft, read_adapter
+from grpo.model.policy import Policy, check_finite, context_limit, reading, store_frozen_in_bf16
 from grpo.system import publish
 
 BLOCK, BLOCKS = 2**20, 64
@@ -111,7 +111,6 @@ def load_policy(
     precision: str = "bf16",
     attn_implementation: str = "sdpa",
     gradient_checkpointing: bool = False,
-    disable_dropout: bool = True,
     trust_remote_code: bool = False,
     base_precision: str = "bf16",
 ) -> Policy:
@@ -139,8 +138,6 @@ def load_policy(
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos_ids[0]
     policy = Policy(model.to(device), tokenizer, eos_ids, pad_id, device, precision)
     check_finite(model, base)
-    if disable_dropout:
-        turn_randomness_off(policy)
     if base != path:
         check_base(path, base)
         read_adapter(policy, path, base=base)

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from grpo.model.policy import HalfLinear, Policy, cast_frozen_to_bf16, check_finite, reading
+from grpo.model.policy import Policy, check_finite, reading
 from grpo.system import import_extra
 
 TRAINED, REFERENCE_ADAPTER = "default", "reference"
@@ -153,17 +153,6 @@ def reference_adapter(policy: Policy) -> Iterator[None]:
         policy.adapter.set_adapter(TRAINED)
         for parameter in policy.unreached.values():  # peft trains all of an adapter
             parameter.requires_grad_(False)
-
-
-def store_frozen_in_bf16(policy: Policy) -> None:
-    """Store the frozen weights of linear layers in bf16, unless that changes the logits."""
-    with policy.inference():
-        if not cast_frozen_to_bf16(policy.model, policy):
-            return
-    children = [(parent, *named) for parent in policy.model.modules() for named in parent.named_children()]
-    for parent, name, child in children:
-        if type(child) is nn.Linear and child.weight.dtype == torch.bfloat16:
-            setattr(parent, name, HalfLinear(child))
 
 
 def adapted_base(layer: nn.Module) -> nn.Linear | None:

@@ -41,6 +41,8 @@ class Policy:
     """peft's model around ``model``, whose LoRA adapter is all that is trained; None: all weights are trained."""
     unreached: dict[str, nn.Parameter] = field(default_factory=dict)
     """Parameters that :func:`freeze_unreached` has frozen, by name; checkpoints hold them, too."""
+    is_llama: bool = False
+    """True if the written-out decode step computes it right; :func:`grpo.rollout.check_model` finds that out."""
 
     @property
     def trained(self) -> Any:
@@ -79,20 +81,18 @@ class Policy:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=torch.bfloat16)
 
-    def computes_equally(self, compute: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> bool:
-        """True if both logits ``[..., V]`` differ by less than 0.1% of their standard deviation, in fp32.
+    @property
+    def has_fp32(self) -> bool:
+        """False if the model is checked in bf16, since its attention (flash attention) may have no fp32."""
+        implementation = self.model.config._attn_implementation
+        return self.precision == "fp32" or implementation in ("sdpa", "eager")
 
-        Where a kernel has no fp32 (flash attention), in the precision of the run and by less than 50%.
-        """
-        try:
-            with torch.autocast(self.device.type, enabled=False), ieee_fp32():
-                (found, expected), tolerance = compute(), 1e-3
-        except Exception:  # the kernels are not ours
-            if self.precision == "fp32":
-                raise
-            with self.autocast():
-                (found, expected), tolerance = compute(), 0.5
-        return bool((found - expected).abs().max() <= tolerance * expected.float().std(dim=-1).max())
+    @contextlib.contextmanager
+    def comparison(self) -> Iterator[None]:
+        """:meth:`inference` for comparing two ways to compute the model, in fp32 if possible."""
+        autocast = torch.autocast(self.device.type, torch.bfloat16, enabled=not self.has_fp32)
+        with self.inference(), autocast, ieee_fp32():
+            yield
 
     @contextlib.contextmanager
     def inference(self) -> Iterator[None]:
@@ -191,31 +191,34 @@ def make_reference(model: PreTrainedModel) -> PreTrainedModel:
     return copy.deepcopy(model).eval().requires_grad_(False)
 
 
-@torch.no_grad()
-def cast_frozen_to_bf16(reference: PreTrainedModel, policy: Policy) -> bool:
+def store_frozen_in_bf16(policy: Policy) -> None:
     """Store the frozen weights of linear layers in bf16: logits keep their bits, since autocast casts at every use.
 
-    A weight that two modules use (an embedding tied to the head) stays in fp32. If a short forward pass gives other
-    logits or fails, all weights stay in fp32. Returns whether the weights are in bf16 now.
+    A weight that two modules use (an embedding tied to the head) stays in fp32. If a short forward
+    pass gives other logits or fails, all weights stay in fp32.
     """
     if policy.precision != "bf16":
-        return False
-    # Without those that another module uses too.
-    num_users = Counter(id(p) for module in reference.modules() for p in module.parameters(recurse=False))
-    linear = [m for m in reference.modules() if type(m) is nn.Linear and not m.weight.requires_grad]
-    linear = [m for m in linear if num_users[id(m.weight)] == 1]
-    before = [(p, p.data) for m in linear for p in m.parameters(recurse=False)]
-    ids = torch.arange(16, device=policy.device)[None, :] % reference.get_input_embeddings().weight.shape[0]
-    with policy.autocast():
-        expected = reference(input_ids=ids, use_cache=False).logits
-        for parameter, _ in before:
-            parameter.data = parameter.data.bfloat16()
-        with contextlib.suppress(Exception):  # some models' own code multiplies by fp32 tensors without autocast
-            if torch.equal(reference(input_ids=ids, use_cache=False).logits, expected):
-                return True
-    for parameter, value in before:
-        parameter.data = value
-    return False
+        return
+    model = policy.model
+    num_users = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
+    layers = {}
+    for name, module in model.named_modules():
+        is_frozen = type(module) is nn.Linear and not module.weight.requires_grad
+        if is_frozen and num_users[id(module.weight)] == 1:
+            layers[name] = module
+
+    vocabulary = len(model.get_input_embeddings().weight)
+    ids_1S = torch.arange(16, device=policy.device)[None, :] % vocabulary
+    with policy.inference():
+        expected = model(input_ids=ids_1S, use_cache=False).logits
+        for name, layer in layers.items():
+            model.set_submodule(name, HalfLinear(layer))
+        # Some models' own code reads a weight, or multiplies by fp32 tensors without autocast.
+        with contextlib.suppress(Exception):
+            if torch.equal(model(input_ids=ids_1S, use_cache=False).logits, expected):
+                return
+    for name, layer in layers.items():
+        model.set_submodule(name, layer)
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
@@ -237,18 +240,28 @@ class HalfLinear(nn.Linear):
     """A frozen linear layer in bf16. Without autocast it computes in the dtype of its input, for checks in fp32."""
 
     def __init__(self, layer: nn.Linear):
-        super().__init__(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta")
-        self.weight, self.bias = layer.weight, layer.bias
+        super().__init__(
+            layer.in_features,
+            layer.out_features,
+            bias=layer.bias is not None,
+            device="meta",
+        )
+        for name, parameter in layer.named_parameters():
+            setattr(self, name, nn.Parameter(parameter.bfloat16(), requires_grad=False))
         self.train(layer.training)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if torch.is_autocast_enabled(x.device.type):
             return F.linear(x, self.weight, self.bias)
-        return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return F.linear(x, self.weight.to(x.dtype), bias)
 
 
 def turn_dropout_off(model: nn.Module) -> None:
-    """Set every number named after randomness to 0, in modules and in configurations, which some models read."""
+    """Set every number named after randomness to 0, in modules and in configurations, which some models read.
+
+    :func:`grpo.rollout.check_model` checks that nothing stays random, and that nothing else has changed.
+    """
     configs = [module.config for module in model.modules() if hasattr(module, "config")]
     for holder in [*model.modules(), *configs]:
         for name, value in list(vars(holder).items()):
@@ -258,31 +271,15 @@ def turn_dropout_off(model: nn.Module) -> None:
             holder.p = 0.0
 
 
-@torch.no_grad()
-def turn_randomness_off(policy: Policy) -> None:
-    """:func:`turn_dropout_off`, and a check on a short batch that training mode now computes what sampling computes.
-
-    ValueError if two passes in training mode, with different seeds, are not the pass in evaluation mode. No global
-    random number is drawn.
-    """
-    # The evaluation pass comes first: a number that also counts in evaluation must not be set to 0 unnoticed.
-    model, was_training = policy.model, policy.model.training
-    vocabulary = model.get_input_embeddings().weight.shape[0]
-    ids_BS = torch.randint(vocabulary, (2, 12), generator=torch.Generator().manual_seed(0)).to(policy.device)
-
-    def train_and_eval_logits() -> tuple[torch.Tensor, torch.Tensor]:
-        model.eval()
-        expected = model(input_ids=ids_BS, use_cache=False).logits
-        turn_dropout_off(model)
-        model.train()
-        found = []
+def in_training_mode(policy: Policy, compute: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
+    """Results in training mode under two seeds. The mode, and the state of global generators, stay as they were."""
+    devices = [policy.device] if policy.device.type == "cuda" else []
+    was_training = policy.model.training
+    policy.model.train()
+    results = []
+    with torch.random.fork_rng(devices=devices):
         for seed in range(2):
             torch.manual_seed(seed)
-            found.append(model(input_ids=ids_BS, use_cache=False).logits)
-        return torch.stack(found), expected
-
-    with torch.random.fork_rng(devices=[policy.device] if policy.device.type == "cuda" else []):
-        is_off = policy.computes_equally(train_and_eval_logits)
-    model.train(was_training)
-    if not is_off:
-        raise ValueError(f"{type(model).__name__} is random in training mode: set model.disable_dropout=false")
+            results.append(compute())
+    policy.model.train(was_training)
+    return results

@@ -3,7 +3,7 @@
 :class:`BuiltinEngine` is the engine in the training process; :mod:`grpo.vllm` asks vLLM servers.
 """
 
-from grpo.rollout.check import check_sampling
+from grpo.rollout.check import check_model
 from grpo.rollout.draw import SamplingParams
 from grpo.rollout.engine import BuiltinEngine, split_into_waves
 from grpo.rollout.interface import Engine, engine_with_weights
@@ -14,7 +14,7 @@ __all__ = [
     "Engine",
     "SamplingParams",
     "Stops",
-    "check_sampling",
+    "check_model",
     "engine_with_weights",
     "split_into_waves",
     "split_stop",

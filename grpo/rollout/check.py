@@ -1,134 +1,180 @@
-"""Checks that a model's decode steps compute what its modules compute without a cache."""
+"""The check at a start: which ways of scoring and sampling give what the model's own forward pass gives."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from grpo.attention import packing_enabled, window_of
-from grpo.attention.precision import ieee_fp32
-from grpo.model import Policy
+from grpo.algorithm.batch import Batch, Completion, Group, Problem, collate
+from grpo.algorithm.logprobs import CompletionScorer, logprobs_from_logits
+from grpo.attention import disable_packing, enable_packing, window_of
+from grpo.distributed import gathered
+from grpo.model import Policy, in_training_mode, turn_dropout_off
 from grpo.rollout.llama_decoder import LlamaDecoder, has_llama_layers
 from grpo.rollout.prefill import prefill
 
 LENGTH = 7
 """Tokens of the longest prompt, unless a window asks for more."""
+SAME = 1e-4
+"""Bound of the differences of fast code, in standard deviations of the log-probs: other orders of the same sums."""
+CLOSE = 1e-3
+"""The same bound for the model's own code: states may be computed at once or step by step."""
+CLOSE_IN_BF16 = 0.5
 
 
-def check_sampling(policy: Policy, reach: int = 0) -> None:
-    """Compare the logits of decode steps, with a cache, with those of each row alone, unpadded.
-
-    If the model's attention has a window that a row of ``reach`` tokens exceeds, a prompt of the
-    window's length is decoded, too. ValueError, with the model's class, if the logits differ; what
-    the model's own code raises, if it cannot decode with a cache.
-    """
-    lengths = [LENGTH]
-    window = window_of(policy.model.config.get_text_config())
-    if window is not None and window[1] < reach:
-        lengths.append(window[1])
-    with policy.inference():
-        for length in lengths:
-            compute = partial(_decoded_and_plain_logits, policy, length)
-            if not policy.computes_equally(compute):
-                raise ValueError(
-                    f"{type(policy.model).__name__} cannot be sampled: decode steps with its cache "
-                    "give other logits than its forward pass: take another architecture"
-                )
-
-
-def matches_model(
+@torch.no_grad()
+def check_model(
     policy: Policy,
-    gathered: Callable[[nn.Module], AbstractContextManager] = nullcontext,
-) -> bool:
-    """True if decode steps of :class:`LlamaDecoder` give the logits of the model's own modules.
+    scorer: CompletionScorer,
+    *,
+    disable_dropout: bool = True,
+    reach: int = 0,
+) -> str | None:
+    """Compare log-probs of a few short rows, computed in all ways, and switch on the fast ways that are right.
 
-    ``gathered``: see :class:`LlamaDecoder`.
+    Without this check, scoring and sampling compute in the slow ways that are right for every model.
+    It sets ``scorer.plain_head``, ``scorer.packed`` and ``policy.is_llama``, and changes no global
+    random number. All ranks call it together, of a sharded model inside of the root's forward pass.
+
+    Args:
+        disable_dropout: switch all randomness off, which packed rows and the written-out decode
+            step need, and check that training mode then computes what evaluation mode computed.
+        reach: the most tokens of a row. If they exceed a window of the model's attention, a prompt
+            has the window's length.
+
+    Returns:
+        The reason why each prompt is scored once per completion; None: it is scored once per group.
+
+    Raises:
+        ValueError: if the model stays random in training mode, or if decode steps with its cache
+            compute other logits than its forward pass.
     """
-    if not packing_enabled(policy.model):
-        return False
-    if not has_llama_layers(policy.backbone):
-        return False
+    model = policy.model
+    name = type(model).__name__
+    bound = CLOSE if policy.has_fp32 else CLOSE_IN_BF16
+    window = window_of(model.config)
+    exceeds_window = window is not None and window[1] < reach
+    batch = _short_batch(policy, window[1] if exceeds_window else LENGTH)
+    why_padded = "model.disable_dropout is false, and attention over a packed row has no dropout"
+    with policy.comparison():
+        scorer.find_plain_head(batch.sequence_ids_BS[:, :LENGTH])
+        # Before dropout is switched off: a number that also counts in evaluation must not be set
+        # to 0 unnoticed.
+        expected_N = _scored(scorer, batch)
+        if disable_dropout:
+            turn_dropout_off(model)
+            for found_N in in_training_mode(policy, partial(_scored, scorer, batch)):
+                if not _is_close(found_N, expected_N, bound):
+                    raise ValueError(
+                        f"{name} is random in training mode: set model.disable_dropout=false"
+                    )
+            why_padded = _pack(policy, scorer, batch, expected_N)
+        if why_padded is None:
+            policy.is_llama = _is_llama(policy, scorer, batch)
+            return None
 
-    # Some models scale queries by position.
-    context = policy.context_length or 2**20
-    decoded = partial(
-        _decoded,
-        policy,
-        LENGTH,
-        far=max(context - LENGTH - 3, 0),
+        if not _is_close(_decoded(policy, scorer, batch), expected_N, bound):
+            raise ValueError(
+                f"{name} cannot be sampled: decode steps with its cache give other logits "
+                "than its forward pass: take another architecture"
+            )
+    return why_padded
+
+
+def _short_batch(policy: Policy, longest: int) -> Batch:
+    """A prompt of ``longest`` tokens and one of a single token, each with completions of 2 and of 6 tokens."""
+    vocabulary = len(policy.model.get_input_embeddings().weight)
+    ids = tuple(n % vocabulary for n in range(3, longest + 11))
+    completions = (
+        Completion(ids[-8:-6], "", finished=True),
+        Completion(ids[-6:], "", finished=True),
     )
-    fp32 = torch.autocast(policy.device.type, enabled=False)
-    with policy.inference(), fp32, ieee_fp32():
-        _, expected = decoded()
-        try:
-            decoder = LlamaDecoder(policy.backbone, gathered)
-            _, found = decoded(decoder)
-        except Exception:  # modules with Llama's names, but with another interface
-            return False
-    expected_NV = torch.cat(expected)
-    error = (torch.cat(found) - expected_NV).abs().max()
-    return bool(error <= 5e-5 * expected_NV.abs().max())
+    groups = []
+    for length in (longest, 1):
+        groups.append(Group(Problem(0, "", ids[:length]), completions))
+    return collate(groups, torch.zeros(2, 2), pad_id=policy.pad_id, device=policy.device)
 
 
-def _decoded_and_plain_logits(
-    policy: Policy,
-    length: int,
-) -> tuple[Tensor, Tensor]:
-    """Logits ``[N, V]`` by decode steps with a cache, and by a forward pass over each row."""
-    sequences, decoded = _decoded(policy, length)
-    plain = []
-    for sequence, logits_NV in zip(sequences, decoded, strict=True):
-        ids_1S = torch.tensor([sequence], device=policy.device)
-        logits_1SV = policy.model(input_ids=ids_1S, use_cache=False).logits
-        plain.append(logits_1SV[0, -len(logits_NV) :])
-    return torch.cat(decoded), torch.cat(plain)
+def _scored(scorer: CompletionScorer, batch: Batch) -> Tensor:
+    # Not the module's call: a sharded scorer's forward pass has begun.
+    logprobs_BT, _ = scorer.forward(*batch.scorer_inputs)
+    return logprobs_BT[batch.completion_mask_BT]
 
 
 def _decoded(
     policy: Policy,
-    length: int,
+    scorer: CompletionScorer,
+    batch: Batch,
     llama_decoder: LlamaDecoder | None = None,
     far: int = 0,
-) -> tuple[list[list[int]], list[Tensor]]:
-    """The tokens of four rows, and for each row the logits ``[N, V]`` of its last N positions.
+) -> Tensor:
+    """Log-probs ``[N]`` by decode steps as in a rollout; the first row of each group leaves on the way.
 
-    Prompts of ``length`` and fewer tokens continue by fixed tokens, as a rollout decodes them; two
-    rows leave on the way. The others continue up to ``far`` positions further.
+    The completions continue ``far`` positions behind their prompts.
     """
-    embedding = policy.model.get_input_embeddings()
-    ids_N = torch.randint(
-        len(embedding.weight),
-        (max(24, length),),
-        generator=torch.Generator().manual_seed(0),
-    )
-    ids = ids_N.tolist()
-    prompts = [ids[:length], ids[7:11], ids[7:11], ids[11:12]]
-    answers = [ids[12:13], ids[13:14], ids[14:17], ids[17:20]]
-
-    decoder, logits_RV = prefill(
-        policy,
-        llama_decoder,
-        list(map(tuple, prompts)),
-        capacity=3,
-    )
+    prompts = []
+    labels = []
+    for ids_S, length in zip(batch.sequence_ids_BS, batch.prompt_lengths_B, strict=True):
+        prompts.append(tuple(ids_S[:length].tolist()))
+        labels.append(ids_S[length : length + 6])
+    labels_BT = torch.stack(labels)
+    logprobs_BT = torch.zeros(labels_BT.shape, device=policy.device)
+    rows = torch.arange(len(prompts), device=policy.device)
+    decoder, logits_RV = prefill(policy, llama_decoder, prompts, capacity=6)
     if far:
-        decoder.positions_R += decoder.positions_R.new_tensor([0, 0, far // 2, far])
-    logits = [[logits_V] for logits_V in logits_RV]
-    rows = [0, 1, 2, 3]
-    for step in range(3):
-        if step == 1:
-            rows = [2, 3]
-            decoder.keep_rows(torch.tensor(rows, device=policy.device))
-        tokens = [answers[row][step] for row in rows]
-        logits_RV = decoder.step(torch.tensor(tokens, device=policy.device))
-        for row, logits_V in zip(rows, logits_RV, strict=True):
-            logits[row].append(logits_V)
+        decoder.positions_R += far
+    for t in range(6):
+        labels_R = labels_BT[rows, t]
+        logprobs_R = logprobs_from_logits(logits_RV, labels_R, scorer.temperature)
+        logprobs_BT[rows, t] = logprobs_R.float()
+        if t == 1:
+            rows = rows[1::2]
+            decoder.keep_rows(rows)
+        logits_RV = decoder.step(labels_BT[rows, t])
+    return logprobs_BT[batch.completion_mask_BT]
 
-    sequences = []
-    for prompt, answer in zip(prompts, answers, strict=True):
-        sequences.append(prompt + answer)
-    return sequences, [torch.stack(of_row) for of_row in logits]
+
+def _is_close(found_N: Tensor, expected_N: Tensor, bound: float) -> bool:
+    difference = (found_N - expected_N).abs().max()
+    return bool(difference <= bound * expected_N.std())
+
+
+def _pack(
+    policy: Policy,
+    scorer: CompletionScorer,
+    batch: Batch,
+    expected_N: Tensor,
+) -> str | None:
+    """Switch model and scorer to packed rows and forked caches. Otherwise return the reason, and change nothing."""
+    if not scorer.plain_head:
+        return "its head does more than a product with the last hidden state"
+    reason = enable_packing(policy.model)
+    if reason is not None:
+        return reason
+    scorer.packed = True
+    reason = "its layers mix the tokens of a row in other ways than attention"
+    try:
+        is_right = _is_close(_scored(scorer, batch), expected_N, SAME)
+        if is_right and _is_close(_decoded(policy, scorer, batch), expected_N, SAME):
+            return None
+    except Exception as error:  # the model's code is not ours, and may not accept these arguments
+        reason = str(error)
+    scorer.packed = False
+    disable_packing(policy.model)
+    return reason
+
+
+def _is_llama(policy: Policy, scorer: CompletionScorer, batch: Batch) -> bool:
+    """True if decode steps of :class:`LlamaDecoder` give the log-probs of the model's own modules."""
+    if not has_llama_layers(policy.backbone):
+        return False
+    # Some models scale queries by position.
+    far = (policy.context_length or 2**20) - LENGTH - 6
+    expected_N = _decoded(policy, scorer, batch, far=far)
+    try:
+        decoder = LlamaDecoder(policy.backbone, gathered)
+        return _is_close(_decoded(policy, scorer, batch, decoder, far), expected_N, SAME)
+    except Exception:  # modules with Llama's names, but with another interface
+        return False

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import cached_property, partial
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -22,7 +22,6 @@ from grpo.algorithm.batch import Group, Problem
 from grpo.algorithm.seeding import generator
 from grpo.attention import fast_paths
 from grpo.model import Policy
-from grpo.rollout.check import matches_model
 from grpo.rollout.cuda_graphs import CUDAGraphRunner
 from grpo.rollout.decode_loop import Prefill, Prompts, Row, decode
 from grpo.rollout.draw import SamplingParams, draw
@@ -46,7 +45,6 @@ class BuiltinEngine:
         fast_decode: bool = True,
         cuda_graphs: bool = False,
         gathered: GatheredWeights | None = None,
-        is_llama: bool | None = None,
         warn: Callable[[str], None] = print,
     ):
         """
@@ -54,12 +52,10 @@ class BuiltinEngine:
             policy: its bare model is used, never a DDP wrapper; the weights of each rollout are
                 those at its start.
             fast_decode: copy the weights once a rollout into the form that decode steps read
-                fastest, and use the written-out decode step (:mod:`grpo.rollout.llama_decoder`) for
-                models that it matches. False: transformers' modules compute everything.
+                fastest, and use the written-out decode step (:mod:`grpo.rollout.llama_decoder`) if
+                ``policy.is_llama``. False: transformers' modules compute everything.
             cuda_graphs: capture written-out decode steps in CUDA graphs, on a GPU.
             gathered: fills the policy's model, which has no weights between rollouts, under FSDP.
-            is_llama: the result of :func:`matches_model`, needed with ``gathered``; None: tested
-                before the first rollout.
             warn: called with a line of text if decode steps cannot be compiled or captured.
         """
         self.policy = policy
@@ -71,21 +67,13 @@ class BuiltinEngine:
         """Decodes the models that the written-out decode step matches; None: the loop does."""
         if cuda_graphs and fast_decode and policy.device.type == "cuda":
             self.graphs = CUDAGraphRunner(policy)
-        if is_llama is not None:
-            # In place of the cached property below, which cannot test a model without weights.
-            self._is_llama = is_llama
         self._prefill: Prefill | None = None
         """The prefill of the rollouts inside of :meth:`weights`."""
-
-    @cached_property
-    def _is_llama(self) -> bool:
-        """True if the written-out decode step is used."""
-        return self.fast_decode and matches_model(self.policy)
 
     @property
     def may_capture(self) -> bool:
         """True if decode steps are captured in CUDA graphs, unless that fails."""
-        return self.graphs is not None and self._is_llama
+        return self.graphs is not None and self.policy.is_llama
 
     def generate(
         self,
@@ -160,7 +148,7 @@ class BuiltinEngine:
             yield
             return
         policy = self.policy
-        is_llama = self._is_llama  # tested before the copies, which may be in bf16
+        is_llama = self.fast_decode and policy.is_llama
         copied = nullcontext()
         if self.gathered is not None:
             copied = self.gathered.copied(policy.precision, fast_decode=self.fast_decode)

@@ -2,7 +2,7 @@
 
 It computes what the model's modules compute, with fewer operations, without module calls, without
 autocast's check at every operation, and from copied weights (:mod:`grpo.rollout.weights`). Models
-for which :func:`grpo.rollout.check.matches_model` is False decode through their own modules.
+for which :func:`grpo.rollout.check_model` finds another result decode through their own modules.
 
 Shapes: ``R`` rows, ``H`` query heads, ``K`` key heads, ``D`` head size; hidden states are
 ``[R, hidden size]``.

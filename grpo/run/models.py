@@ -19,44 +19,39 @@ from grpo.algorithm.seeding import derive_seed
 from grpo.checkpoint import format as checkpoint
 from grpo.checkpoint.resume import StartPoint
 from grpo.config import Config, ConfigError
-from grpo.distributed import World, compute_inside, gathered, give_back, shard
+from grpo.distributed import World, compute_inside, give_back, shard
 from grpo.model import (
     REFERENCE,
     Policy,
-    cast_frozen_to_bf16,
     check_base,
     decoder_layers,
     freeze_unreached,
     load_policy,
     lora,
     make_reference,
-    turn_randomness_off,
+    store_frozen_in_bf16,
 )
-from grpo.rollout import check_sampling
-from grpo.rollout.check import matches_model
+from grpo.rollout import check_model
 from grpo.rollout.weights import GatheredWeights
 from grpo.run.optimizer import keep_states_on_host, make_lr_schedule, make_optimizer, move_schedule
 
 
 @dataclass(frozen=True)
 class Models:
-    """See :class:`grpo.run.state.Run` for the fields."""
-
     policy: Policy
     scorer: CompletionScorer
+    """Not yet wrapped in DDP; under FSDP the root group."""
     ref_scorer: CompletionScorer | AdapterReference | None
     optimizer: torch.optim.Optimizer
     lr_schedule: LRScheduler
     why_padded: str | None
-    """The reason why scoring computes the prompt once per completion; None: it computes each prompt once per group."""
+    """The reason why each prompt is scored once per completion; None: it is scored once per group."""
     moving_reference: dict[str, torch.Tensor]
     """The reference's weights by name, for checkpoints, if they change during training (``ref_sync_steps``)."""
     sampler: Policy
     """The policy that the built-in engine samples with: under FSDP its model is this rank's own."""
     gathered: GatheredWeights | None
     """Fills the sampler's model under FSDP; None: the sampler is the policy, or vLLM samples."""
-    is_llama: bool | None
-    """See :class:`grpo.rollout.BuiltinEngine`."""
 
 
 class AdapterReference:
@@ -67,7 +62,9 @@ class AdapterReference:
 
     def __init__(self, policy: Policy, scorer: CompletionScorer):
         """``scorer``: the policy's, which FSDP may have sharded."""
-        self.policy, self.scorer, self.model = policy, scorer, policy.model
+        self.policy = policy
+        self.scorer = scorer
+        self.model = policy.model
 
     @property
     def packed(self) -> bool:
@@ -107,13 +104,11 @@ def build_models(
         ValueError: on all ranks, if a model cannot be loaded, or if policy, reference and checkpoint do not fit.
     """
     algorithm = config.algorithm
-    temperature = config.rollout.temperature
-    reference_moves = algorithm.ref_sync_steps > 0
     is_sharded = config.runtime.parallel == "fsdp" and not world.is_alone
+    # Loading for FSDP and its passes have collectives, which fail_together() may not hold.
+    together = contextlib.nullcontext if is_sharded else world.fail_together
 
     def load(folder: str) -> Policy:
-        # Of a sharded model rank 0 loads on the CPU; what the kernels of the device compute is
-        # checked afterwards.
         return load_policy(
             folder,
             tokenizer,
@@ -121,7 +116,6 @@ def build_models(
             precision=config.runtime.precision,
             attn_implementation=config.model.attn_implementation,
             gradient_checkpointing=config.model.gradient_checkpointing,
-            disable_dropout=config.model.disable_dropout and not is_sharded,
             trust_remote_code=config.model.trust_remote_code,
         )
 
@@ -131,37 +125,47 @@ def build_models(
         policy = load(path)
         _make_adapter(config, policy, path, start.checkpoint)
         if config.lora.base_precision == "bf16":
-            lora.store_frozen_in_bf16(policy)
+            store_frozen_in_bf16(policy)
         return policy
 
     def load_reference() -> Policy:
-        # Without model.reference it is the model that training began with, also for a policy from
-        # a checkpoint.
-        reference = load(reference_path or path)
-        reference.model.requires_grad_(False)
-        if is_sharded and not reference_moves:
-            lora.store_frozen_in_bf16(reference)
+        if reference_path is None and start.checkpoint is None and not is_sharded:
+            reference = replace(policy, model=make_reference(policy.model))
+        else:
+            reference = load(reference_path or path)
+            reference.model.eval().requires_grad_(False)
+        if not algorithm.ref_sync_steps:  # a reference that moves needs its fp32 weights
+            store_frozen_in_bf16(reference)
         return reference
 
-    own = None
-    ref_scorer = None
-    # Loading for FSDP has collectives, which fail_together() may not hold.
-    with contextlib.nullcontext() if is_sharded else world.fail_together():
+    def made(load: Callable[[], Policy]) -> tuple[Policy, CompletionScorer, nn.Module | None]:
         if is_sharded:
-            policy, scorer, own = _load_sharded(config, world, tokenizer, load_trained)
-        else:
-            policy = load_trained()
-            scorer = CompletionScorer(policy.model, temperature)
-            policy.model.eval()  # LoRA's dropout would draw random numbers
+            return _load_sharded(config, world, tokenizer, load)
+        policy = load()
+        return policy, CompletionScorer(policy.model, config.rollout.temperature), None
+
+    def checked(policy: Policy, scorer: CompletionScorer) -> str | None:
+        def check() -> str | None:
+            return check_model(
+                policy,
+                scorer,
+                disable_dropout=config.model.disable_dropout,
+                reach=config.data.max_prompt_length + config.rollout.max_completion_length,
+            )
+
+        return compute_inside(scorer, check)
+
+    ref_scorer = None
+    with together():
+        policy, scorer, own = made(load_trained)
+        if not is_sharded:
+            policy.model.eval()  # dropout would draw random numbers
             policy.unreached = freeze_unreached(policy.model, any_forward(policy)(scorer))
         if algorithm.beta > 0 and config.uses_lora and reference_path is None:
             ref_scorer = AdapterReference(policy, scorer)
-        elif algorithm.beta > 0 and is_sharded:
-            _, ref_scorer, _ = _load_sharded(config, world, tokenizer, load_reference)
         elif algorithm.beta > 0:
-            starts_as_policy = reference_path is None and start.checkpoint is None
-            ref_model = policy.model if starts_as_policy else load_reference().model
-            ref_scorer = CompletionScorer(make_reference(ref_model), temperature)
+            reference, ref_scorer, _ = made(load_reference)
+
     with world.fail_together():  # under FSDP each rank reads its own shares of the states
         moving_reference = _moving_reference(config, ref_scorer, policy)
         optimizer, lr_schedule = _optimizer(
@@ -171,41 +175,19 @@ def build_models(
             start,
             moving_reference,
         )
+
+    with together():
+        why_padded = checked(policy, scorer)
+        if isinstance(ref_scorer, CompletionScorer):
+            checked(reference, ref_scorer)
     policy.model.train()
 
-    is_llama = None
-
-    def check() -> str | None:
-        nonlocal is_llama
-        if is_sharded and config.model.disable_dropout:
-            turn_randomness_off(policy)
-        why_padded = enable_packing(config, scorer)
-        reach = config.data.max_prompt_length + config.rollout.max_completion_length
-        check_sampling(policy, reach=reach)
-        if is_sharded:
-            is_llama = config.runtime.fast_decode and matches_model(policy, gathered)
-        return why_padded
-
-    def prepare_reference() -> None:
-        if is_sharded and config.model.disable_dropout:
-            turn_randomness_off(replace(policy, model=ref_scorer.model))
-        if scorer.packed:
-            ref_scorer.pack_groups()
-        ref_scorer.plain_head  # noqa: B018  computed now, while its weights are fp32
-        if not is_sharded and not reference_moves:  # one that moves needs its fp32 weights
-            cast_frozen_to_bf16(ref_scorer.model, policy)
-
-    with contextlib.nullcontext() if is_sharded else world.fail_together():
-        why_padded = compute_inside(scorer, check)
-        if isinstance(ref_scorer, CompletionScorer):
-            compute_inside(ref_scorer, prepare_reference)
-
     sampler = policy
-    gathered_weights = None
+    gathered = None
     if own is not None and config.rollout.engine != "vllm":
         own.set_attn_implementation(policy.model.config._attn_implementation)
         sampler = replace(policy, model=own)
-        gathered_weights = GatheredWeights(scorer, policy.model, own)
+        gathered = GatheredWeights(scorer, policy.model, own)
     return Models(
         policy=policy,
         scorer=scorer,
@@ -215,8 +197,7 @@ def build_models(
         why_padded=why_padded,
         moving_reference=moving_reference,
         sampler=sampler,
-        gathered=gathered_weights,
-        is_llama=is_llama,
+        gathered=gathered,
     )
 
 
@@ -225,36 +206,50 @@ def _make_adapter(config: Config, policy: Policy, path: str, folder: Path | None
 
     A frozen adapter, if the reference needs one, gets those of the start.
     """
-    settings, start, algorithm = config.lora, config.model.adapter, config.algorithm
+    algorithm = config.algorithm
+    settings = config.lora
+    start = config.model.adapter
     base = os.path.abspath(path) if os.path.isdir(path) else path
-    is_reference = algorithm.beta > 0 and config.model.reference is None
-    needs_frozen = is_reference and (start is not None or algorithm.ref_sync_steps > 0)
-    if start is not None:
+    if start is None:
+        options = {
+            "r": settings.rank,
+            "lora_alpha": settings.alpha or 2 * settings.rank,
+            "lora_dropout": settings.dropout,
+            "use_rslora": settings.rslora,
+            "init_lora_weights": settings.init,
+            "target_modules": settings.target_modules,
+        }
+        seed = derive_seed(config.seed, "lora")
+        lora.add_adapter(policy, options, base=base, seed=seed)
+    else:
         if folder is None:  # a continued run has compared these files with its checkpoint's
             check_base(start, path)
         lora.read_adapter(policy, start, base=base, dropout=settings.dropout)
-    else:
-        options = dict(r=settings.rank, lora_alpha=settings.alpha or 2 * settings.rank, lora_dropout=settings.dropout)
-        options |= dict(use_rslora=settings.rslora, init_lora_weights=settings.init)
-        options |= dict(target_modules=settings.target_modules)
-        lora.add_adapter(policy, options, base=base, seed=derive_seed(config.seed, "lora"))
-    if needs_frozen:
+
+    starts_as_reference = algorithm.beta > 0 and config.model.reference is None
+    if starts_as_reference and (start is not None or algorithm.ref_sync_steps > 0):
         lora.add_reference_adapter(policy)
     if folder is not None:
         lora.read_values(policy, folder)
 
 
 def _load_sharded(
-    config: Config, world: World, tokenizer: Any, load: Callable[[], Policy]
+    config: Config,
+    world: World,
+    tokenizer: Any,
+    load: Callable[[], Policy],
 ) -> tuple[Policy, CompletionScorer, nn.Module]:
     """The policy that ``load`` returns on rank 0's CPU, sharded; its scorer, the root group; and empty modules.
 
     All ranks call it together, and errors of ``load`` are raised on all.
     """
-    whole = empty = None
+    weights = {}
+    empty = None
     with world.fail_together():
         if world.is_main:
             whole = load()
+            for name, tensor in whole.model.state_dict().items():
+                weights[f"model.{name}"] = tensor
             empty = replace(whole.without_weights(), tokenizer=None)
     # The modules are sent, not built again: ties, buffers and adapters are those of the model that rank 0 has loaded.
     policy = replace(world.from_main(empty), device=world.device, tokenizer=tokenizer)
@@ -262,10 +257,16 @@ def _load_sharded(
     own = copy.deepcopy(policy.model).requires_grad_(False)
     for module in own.modules():
         for name, buffer in module._buffers.items():
-            module._buffers[name] = None if buffer is None else buffer.to(world.device)
-    weights = {} if whole is None else {f"model.{name}": tensor for name, tensor in whole.model.state_dict().items()}
-    options = dict(shard_size=config.runtime.shard_size, to_host=config.runtime.offload == "all")
-    shard(scorer, decoder_layers(policy.model), weights, world, **options)
+            if buffer is not None:
+                module._buffers[name] = buffer.to(world.device)
+    shard(
+        scorer,
+        decoder_layers(policy.model),
+        weights,
+        world,
+        shard_size=config.runtime.shard_size,
+        to_host=config.runtime.offload == "all",
+    )
     return policy, scorer, own
 
 
@@ -275,8 +276,8 @@ def _moving_reference(config: Config, ref_scorer: Any, policy: Policy) -> dict[s
         return {}
     if isinstance(ref_scorer, AdapterReference):
         return lora.adapter_parameters(policy.model, lora.REFERENCE_ADAPTER)
-    shapes, expected = ([p.shape for p in m.parameters()] for m in (ref_scorer.model, policy.model))
-    if shapes != expected:
+    shapes = [p.shape for p in ref_scorer.model.parameters()]
+    if shapes != [p.shape for p in policy.model.parameters()]:
         raise ConfigError(
             f"algorithm.ref_sync_steps moves the reference towards the policy, and {REFERENCE} has weights of other "
             "shapes: set ref_sync_steps=0, or take a reference of the policy's size"
@@ -285,29 +286,37 @@ def _moving_reference(config: Config, ref_scorer: Any, policy: Policy) -> dict[s
 
 
 def _optimizer(
-    config: Config, model: nn.Module, max_steps: int, start: StartPoint, moving_reference: dict[str, torch.Tensor]
+    config: Config,
+    model: nn.Module,
+    max_steps: int,
+    start: StartPoint,
+    moving_reference: dict[str, torch.Tensor],
 ) -> tuple[torch.optim.Optimizer, LRScheduler]:
     """Optimizer and schedule as they are at the step where the run starts; a moving reference is restored too."""
-    algorithm, optim = config.algorithm, config.optim
-    optimizer = make_optimizer(model, **optim.model_dump(include={"learning_rate", "betas", "weight_decay"}))
-    schedule_options = optim.model_dump(include={"warmup_steps", "min_lr"})
-    num_updates = max_steps * algorithm.updates_per_step
-    lr_schedule = make_lr_schedule(optimizer, name=optim.lr_scheduler_type, num_updates=num_updates, **schedule_options)
+    updates_per_step = config.algorithm.updates_per_step
+    settings = config.optim
+    optimizer = make_optimizer(
+        model,
+        learning_rate=settings.learning_rate,
+        betas=settings.betas,
+        weight_decay=settings.weight_decay,
+    )
+    lr_schedule = make_lr_schedule(
+        optimizer,
+        name=settings.lr_scheduler_type,
+        num_updates=max_steps * updates_per_step,
+        warmup_steps=settings.warmup_steps,
+        min_lr=settings.min_lr,
+    )
     if start.checkpoint:
-        if any(key in (REFERENCE, "model.adapter") for key, _, _ in start.changes):
+        changed = {key for key, _, _ in start.changes}
+        if not changed.isdisjoint((REFERENCE, "model.adapter")):
             moving_reference = {}  # the saved one is the old reference, moved
         checkpoint.restore(start.checkpoint, model, optimizer, moving_reference)
-        move_schedule(lr_schedule, start.state["step"] * algorithm.updates_per_step)
+        move_schedule(lr_schedule, start.state["step"] * updates_per_step)
     if config.runtime.offload == "optimizer":
         keep_states_on_host(optimizer)
     return optimizer, lr_schedule
-
-
-def enable_packing(config: Config, scorer: CompletionScorer) -> str | None:
-    """Score each prompt once per group if settings and model allow it; otherwise return the reason."""
-    if not config.model.disable_dropout:
-        return "model.disable_dropout is false, and attention over a packed row has no dropout"
-    return scorer.pack_groups()
 
 
 def any_forward(policy: Policy) -> Callable[[nn.Module], torch.Tensor]:

@@ -49,7 +49,7 @@ from grpo.rewards import RewardRunner, RewardSpec
 from grpo.rewards.code import check_rows
 from grpo.rollout import split_stop
 from grpo.run.memory import try_largest_step
-from grpo.run.models import any_forward, build_models
+from grpo.run.models import build_models
 from grpo.run.objects import Objects
 from grpo.run.proofs import prove_update
 from grpo.run.records import Learner, Log, Run, Sampler, Tasks
@@ -190,7 +190,6 @@ def _prepare(
         builtin={
             "policy": models.sampler,
             "gathered": models.gathered,
-            "is_llama": models.is_llama,
             "fast_decode": config.runtime.fast_decode,
             "cuda_graphs": True,
             "warn": warn,
@@ -210,7 +209,7 @@ def _prepare(
         world=world,
         progress=progress,
         policy=policy,
-        scorer=wrap_data_parallel(models.scorer, world, any_forward(policy)),
+        scorer=wrap_data_parallel(models.scorer, world, policy.score_one_token),
         bare_scorer=models.scorer,
         ref_scorer=models.ref_scorer,
         optimizer=models.optimizer,

@@ -7,14 +7,13 @@ import math
 
 import pytest
 import torch
-from architectures import GPT2, SIZES, V, build
+from architectures import GPT2, SIZES, V, build, checked
 
 import grpo.algorithm.logprobs
 from grpo.algorithm.batch import AllowedTokens, completion_mask
 from grpo.algorithm.logprobs import (
     CompletionScorer,
     _ScoreLogits,
-    head_is_plain,
     keep_only_,
     logprobs_from_logits,
     score_logits,
@@ -173,7 +172,9 @@ def assert_agrees_with_float64(build_model, temperature, chunks, ids=None, allow
     for tokens_per_chunk in chunks:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(grpo.algorithm.logprobs, "LOGITS_PER_CHUNK", tokens_per_chunk * V)
-            logprobs_BT, entropies_BT = CompletionScorer(model, temperature)(*inputs, None, allowed)
+            scorer = CompletionScorer(model, temperature)
+            scorer.find_plain_head(inputs[0])
+            logprobs_BT, entropies_BT = scorer(*inputs, None, allowed)
             gradients = gradients_of(model, logprobs_BT)
         assert logprobs_BT.dtype == entropies_BT.dtype == torch.float32 and not entropies_BT.requires_grad
         torch.testing.assert_close(logprobs_BT.double(), expected_BT, rtol=0, atol=1e-5)
@@ -210,8 +211,8 @@ def test_a_softmax_over_the_allowed_tokens_agrees_with_float64(build_model, temp
     inputs = uneven_rows()
     ids, allowed = random_allowed(*inputs)
     expected_BT = assert_agrees_with_float64(build_model, temperature, (1, 5, 1000), ids, allowed)
-    scorer = CompletionScorer(build_model(), temperature)
-    if scorer.pack_groups() is None:
+    scorer, why_padded = checked(build_model(), temperature)
+    if why_padded is None:
         packed_BT, _ = scorer(*inputs, torch.arange(4), allowed)
         torch.testing.assert_close(packed_BT.double(), expected_BT, rtol=0, atol=1e-5)
     whole_BT, _ = scorer(*inputs)
@@ -223,18 +224,20 @@ def test_a_float64_model_is_scored_in_float64():
     model = build("gpt2", GPT2).double()
     ids_BS, lengths_B, mask_BT = uneven_rows()
     expected_BT, expected_entropies_BT = reference(model, 0.7, ids_BS)
-    logprobs_BT, entropies_BT = CompletionScorer(model, 0.7)(ids_BS, lengths_B, mask_BT)
+    scorer, _ = checked(model, 0.7)
+    logprobs_BT, entropies_BT = scorer(ids_BS, lengths_B, mask_BT)
     torch.testing.assert_close(logprobs_BT, expected_BT, rtol=0, atol=1e-12)
     torch.testing.assert_close(entropies_BT, expected_entropies_BT, rtol=0, atol=1e-12)
 
 
 def test_chunks_bound_the_logits(monkeypatch):
     model, rows_of_logits = tiny_qwen2(), []
+    scorer, _ = checked(model)
     scaled = grpo.algorithm.logprobs._divide_by_temperature
     counted = lambda logits, *rest: rows_of_logits.append(len(logits)) or scaled(logits, *rest)  # noqa: E731
     monkeypatch.setattr(grpo.algorithm.logprobs, "_divide_by_temperature", counted)
     monkeypatch.setattr(grpo.algorithm.logprobs, "LOGITS_PER_CHUNK", 5 * V)
-    logprobs_BT, _ = CompletionScorer(model)(*uneven_rows())
+    logprobs_BT, _ = scorer(*uneven_rows())
     assert rows_of_logits == [5, 5, 2]  # 4 + 2 + 6 + 0 completion tokens; prompts and padding never meet the head
     gradients_of(model, logprobs_BT)
     assert rows_of_logits == [5, 5, 2] * 2  # and once more in the backward pass
@@ -265,7 +268,7 @@ def test_chunks_add_up_their_gradients_in_the_weights_precision(bias):
 
 @pytest.mark.parametrize("padding", [0, 2, 63])
 def test_padding_on_the_right_has_no_influence(padding):
-    scorer = CompletionScorer(tiny_qwen2())
+    scorer, _ = checked(tiny_qwen2())
     plain = scorer(*uneven_rows(padding=17))
     for one, other in zip(plain, scorer(*uneven_rows(padding)), strict=True):
         assert torch.equal(one, other)
@@ -280,7 +283,8 @@ def test_nothing_to_score_still_has_a_graph(build_model, keeps):
     model = build_model()
     ids_BS, lengths_B, mask_BT = uneven_rows()
     allowed = AllowedTokens(torch.zeros(0).int(), mask_BT.int() * 0) if keeps else None
-    logprobs_BT, entropies_BT = CompletionScorer(model)(ids_BS, lengths_B, mask_BT & False, None, allowed)
+    scorer, _ = checked(model)
+    logprobs_BT, entropies_BT = scorer(ids_BS, lengths_B, mask_BT & False, None, allowed)
     assert not logprobs_BT.any() and not entropies_BT.any()
     assert all(not gradient.any() for gradient in gradients_of(model, logprobs_BT).values())
 
@@ -298,13 +302,13 @@ ARCHITECTURES = {  # name -> (how to build it, whether its logits are nothing bu
 def test_logits_that_are_scaled_or_capped_are_scored_right(name):
     build_model, is_plain = ARCHITECTURES[name]
     assert_agrees_with_float64(build_model, 0.7, chunks=[5])
-    assert head_is_plain(build_model()) == is_plain
+    assert checked(build_model())[0].plain_head == is_plain
 
 
 def test_a_cap_is_seen_while_the_logits_are_still_small():
     """Gemma 2's own cap of 30 does not show on logits of 0.3, but does once training has made them large."""
     model = tiny_gemma2(cap=30.0)
-    scorer = CompletionScorer(model)
+    scorer, _ = checked(model)
     scorer(*uneven_rows())
     with torch.no_grad():
         model.lm_head.weight.mul_(200.0)

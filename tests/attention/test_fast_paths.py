@@ -4,11 +4,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from architectures import checked
 from conftest import load
 from test_packing import rows
 
 from grpo.algorithm import logprobs
-from grpo.algorithm.logprobs import CompletionScorer, _logits_gradient, _score
+from grpo.algorithm.logprobs import _logits_gradient, _score
 from grpo.attention import ForkedCache, fast_paths
 from grpo.config import load_config
 from grpo.distributed import start_world
@@ -38,8 +39,8 @@ def compiled_once():
 
 @pytest.fixture
 def scorer(random_model):
-    made = CompletionScorer(load(random_model).model)
-    assert made.pack_groups() is None
+    made, why_padded = checked(load(random_model).model)
+    assert why_padded is None
     return made
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from architectures import CAN, CANNOT, V, build
+from architectures import CAN, CANNOT, V, build, checked
 
 from grpo.algorithm.batch import Completion, Group, Problem, collate, completion_mask, microbatch_rows
 from grpo.algorithm.logprobs import CompletionScorer
@@ -47,7 +47,8 @@ def test_packed_equals_padded(name, recompute):
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     scorer = CompletionScorer(model, temperature=0.8)
     padded = scored(scorer, *rows())
-    assert scorer.pack_groups() is None and scorer.packed
+    scorer, why_padded = checked(model, temperature=0.8)
+    assert why_padded is None and scorer.packed
     calls = []
     hook = model.get_input_embeddings().register_forward_hook(
         lambda module, inputs, output: calls.append(inputs[0].shape)
@@ -66,7 +67,8 @@ def test_packed_equals_padded(name, recompute):
 def test_packed_equals_padded_in_float64():
     scorer = CompletionScorer(build(*CAN["gpt2, learned positions"]).double())  # (the others' norms compute in fp32)
     padded = scored(scorer, *rows())
-    assert scorer.pack_groups() is None
+    scorer, why_padded = checked(scorer.model)
+    assert why_padded is None
     packed = scored(scorer, *rows())
     torch.testing.assert_close(packed[0], padded[0], rtol=0, atol=1e-12)
     for parameter, expected in padded[2].items():
@@ -78,8 +80,10 @@ def test_what_cannot_be_packed_is_found_out(name):
     *how, reason = CANNOT[name]
     model = build(*how)
     scorer = CompletionScorer(model)
+    scorer.find_plain_head(rows()[0])
     expected_BT, _ = scorer(*rows())
-    assert reason in scorer.pack_groups()
+    scorer, why_padded = checked(model)
+    assert reason in why_padded
     assert not scorer.packed
     assert model.config._attn_implementation != ATTENTION
     assert torch.equal(scorer(*rows())[0], expected_BT)
@@ -91,7 +95,8 @@ def test_a_model_that_mixes_tokens_elsewhere_is_found_out():
     mlp = model.model.layers[1].mlp
     forward = mlp.forward
     mlp.forward = lambda x: forward(x + torch.roll(x, 1, dims=1))
-    assert "mix" in CompletionScorer(model).pack_groups()
+    with pytest.raises(ValueError, match="Qwen2ForCausalLM cannot be sampled"):
+        checked(model)
     assert model.config._attn_implementation == "sdpa"
 
 
@@ -103,18 +108,21 @@ def test_a_model_that_changes_its_mask_is_found_out():
 
     def masked(hidden_states, attention_mask, **options):
         n = hidden_states.shape[1]
-        mask = None if attention_mask is None else attention_mask.expand(1, 1, n, n)
+        mask = attention_mask
+        if mask is not None and mask.shape[-1] == 1:
+            mask = mask.expand(1, 1, n, n)
         return forward(hidden_states, attention_mask=mask, **options)
 
     attention.forward = masked
-    assert CompletionScorer(model).pack_groups() == "its layers change the mask"
+    assert checked(model)[1] == "its layers change the mask"
 
 
 def test_without_group_numbers_rows_are_padded():
     scorer = CompletionScorer(build(*CAN["qwen2"]))
+    scorer.find_plain_head(rows()[0])
     *batch, _ = rows()
     expected_BT, _ = scorer(*batch)
-    scorer.pack_groups()
+    scorer, _ = checked(scorer.model)
     assert torch.equal(scorer(*batch)[0], expected_BT)
 
 

@@ -33,7 +33,7 @@ def main(file: str, arguments: list[str]) -> None:
     storages = [share(tensor).untyped_storage() for tensor in held]  # of which several may be views of one
     own = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
     facts = dict(bytes=world.gather_objects(own), weights=weights, states=states, num_parameters=num_parameters(model))
-    facts["is_llama"] = run.sampler.engine._is_llama
+    facts["is_llama"] = run.sampler.engine.policy.is_llama
     if world.is_main:
         torch.save(facts, file)
     run.close()

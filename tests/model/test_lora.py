@@ -20,13 +20,13 @@ from grpo.commands.merge import main as merge
 from grpo.config import load_config
 from grpo.distributed import saved_names, start_world
 from grpo.model import save_weights, write_merged
+from grpo.model import store_frozen_in_bf16
 from grpo.model.lora import (
     adapter_parameters,
     add_adapter,
     add_reference_adapter,
     copy_to_reference_adapter,
     read_adapter,
-    store_frozen_in_bf16,
 )
 from grpo.rollout import BuiltinEngine, SamplingParams, weights
 from grpo.run.models import AdapterReference

@@ -1,8 +1,10 @@
 """Loading, dropout, end tokens, reference, optimizer, schedule."""
 
+from dataclasses import replace
+
 import pytest
 import torch
-from architectures import CAN, GPT2, SIZES, V, build
+from architectures import CAN, GPT2, SIZES, V, build, checked
 from conftest import load, save_random_model
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
@@ -10,13 +12,12 @@ from grpo.algorithm.batch import Problem
 from grpo.algorithm.logprobs import CompletionScorer
 from grpo.model import (
     Policy,
-    cast_frozen_to_bf16,
     check_context,
     end_tokens,
     load_policy,
     make_reference,
+    store_frozen_in_bf16,
     sync_reference,
-    turn_randomness_off,
 )
 from grpo.rollout import BuiltinEngine, SamplingParams
 from grpo.run.optimizer import make_lr_schedule, make_optimizer
@@ -59,7 +60,7 @@ def test_nothing_is_random_in_train_mode(model_type):
     model.train()
     assert len({float(model(ids).logits.sum()) for _ in range(4)}) > 1, "it is random before"
     before = torch.get_rng_state()
-    turn_randomness_off(policy_of(model))
+    checked(model)
     assert torch.equal(torch.get_rng_state(), before), "the check draws no number of the run"
     assert model.training
     assert torch.equal(model(ids).logits, model(ids).logits)
@@ -68,9 +69,9 @@ def test_nothing_is_random_in_train_mode(model_type):
 
 def test_what_stays_random_is_refused():
     """PhiMoE's router draws its experts in training mode, whatever the configuration says."""
-    model = in_training("phimoe", SIZES | dict(num_local_experts=4))
+    model = in_training("phimoe", SIZES | dict(num_local_experts=4, router_jitter_noise=0.1))
     with pytest.raises(ValueError, match=r"PhimoeForCausalLM is random .* model\.disable_dropout=false"):
-        turn_randomness_off(policy_of(model))
+        checked(model)
 
 
 def test_weights_that_are_not_finite_are_named(random_model, tmp_path):
@@ -156,13 +157,13 @@ def test_a_reference_in_bf16_gives_the_same_bits(tmp_path, tied):
     with torch.no_grad(), policy.autocast():
         before = scorer(*inputs)
         size = sum(p.numel() * p.element_size() for p in reference.parameters())
-        assert cast_frozen_to_bf16(reference, policy)
+        store_frozen_in_bf16(replace(policy, model=reference))
         after = scorer(*inputs)
         assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
         assert torch.equal(
             CompletionScorer(policy.model, 0.7)(*inputs)[0], CompletionScorer(reference, 0.7)(*inputs)[0]
         )
-    halved = {p for m in reference.modules() if type(m) is torch.nn.Linear for p in m.parameters()}
+    halved = {p for m in reference.modules() if isinstance(m, torch.nn.Linear) for p in m.parameters()}
     halved -= {reference.get_input_embeddings().weight}
     assert all(p.dtype == (torch.bfloat16 if p in halved else torch.float32) for p in reference.parameters())
     assert sum(p.numel() * p.element_size() for p in reference.parameters()) == size - 2 * sum(
@@ -185,7 +186,7 @@ def test_a_reference_that_would_change_stays_in_fp32(random_model, change):
     reference = make_reference(policy.model)
     change(reference.model.layers[0].mlp.down_proj)
     before = [p.clone() for p in reference.parameters()]
-    assert not cast_frozen_to_bf16(reference, policy)
+    store_frozen_in_bf16(replace(policy, model=reference))
     after = list(reference.parameters())
     assert all(torch.equal(a, b) and b.dtype == torch.float32 for a, b in zip(before, after, strict=True))
 

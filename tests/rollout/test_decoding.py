@@ -2,21 +2,20 @@
 
 import pytest
 import torch
-from architectures import CAN, SIZES, build
+from architectures import CAN, SIZES, build, checked
 from conftest import load
 
 from grpo.algorithm.batch import Problem
+from grpo.algorithm.logprobs import CompletionScorer
 from grpo.attention import (
     ForkedCache,
-    enable_packing,
     forked_hidden,
     pack_prompts,
     packed_hidden,
     packing_enabled,
 )
 from grpo.model import Policy
-from grpo.rollout import BuiltinEngine, SamplingParams
-from grpo.rollout.check import matches_model
+from grpo.rollout import BuiltinEngine, SamplingParams, check_model
 from grpo.rollout.llama_decoder import LlamaDecoder, has_llama_layers
 from grpo.rollout.prefill import prefill
 from grpo.rollout.weights import copied_weights
@@ -40,12 +39,15 @@ def ready(model_type, settings):
     with torch.no_grad():
         for p in model.parameters():
             p.copy_(p * 8 if p.dim() == 2 else p + 0.1 * torch.randn(p.shape))
-    assert enable_packing(model, model.base_model) is None
+    assert checked(model)[1] is None
     return model
 
 
 def matches(model) -> bool:
-    return matches_model(Policy(model, None, (2,), 0, torch.device("cpu"), "fp32"))
+    policy = Policy(model, None, (2,), 0, torch.device("cpu"), "fp32")
+    model.set_attn_implementation("sdpa")
+    assert check_model(policy, CompletionScorer(model)) is None
+    return policy.is_llama
 
 
 @torch.no_grad()

@@ -20,12 +20,13 @@ def engines(folder, precision: str, *, lora: bool = False, **options) -> tuple[P
     if lora:
         add_adapter(policy, {"r": 4, "target_modules": "all-linear", "init_lora_weights": False}, base="")
     sampler = policy.without_weights()
+    assert sampler.is_llama
     own = sampler.model.requires_grad_(False)
     gathered = GatheredWeights(policy.model, policy.model, own)
     return (
         policy,
         BuiltinEngine(policy, **options),
-        BuiltinEngine(sampler, gathered=gathered, is_llama=True, **options),
+        BuiltinEngine(sampler, gathered=gathered, **options),
     )
 
 

@@ -11,11 +11,11 @@ from transformers import GenerationConfig
 
 from grpo.algorithm.batch import Problem, collate
 from grpo.algorithm.logprobs import CompletionScorer
-from grpo.attention import ForkedCache, enable_packing
+from grpo.attention import ForkedCache
 from grpo.data.chat import special_tokens
 from grpo.data.tiny import build_tokenizer
 from grpo.model import Policy
-from grpo.rollout import BuiltinEngine, SamplingParams, Stops, split_stop
+from grpo.rollout import BuiltinEngine, SamplingParams, Stops, check_model, split_stop
 from grpo.rollout.decode_loop import num_admissible
 from grpo.rollout.prefill import ForkedCacheDecoder
 from grpo.rollout.weights import CopiedLinear, copied_weights
@@ -381,7 +381,7 @@ def test_rows_that_waited_get_the_tokens_of_all_at_once(random_model, monkeypatc
 def test_no_row_is_decoded_beyond_its_last_position():
     """Prompt and completion fill the context, and a row that ended there shares the batch with rows that go on."""
     policy = Policy(build(*CAN["gpt2, learned positions"]), build_tokenizer(), (2, 12), 0, torch.device("cpu"), "fp32")
-    assert enable_packing(policy.model, policy.model.transformer) is None
+    assert check_model(policy, CompletionScorer(policy.model)) is None
     problems = [Problem(i, "", tuple((7 * i + j) % V for j in range(104))) for i in range(60)]
     sampling = SamplingParams(1, 128 - 104)
     expected = generate(policy, problems, sampling, seed_key=(1, "x", 0))

@@ -2,15 +2,16 @@
 
 import pytest
 import torch
-from architectures import GPT2, PHI3, READS_IMAGES, SIZES, V
-from transformers import AutoConfig, AutoModelForCausalLM
+from architectures import GPT2, PHI3, READS_IMAGES, SIZES, V, checked
+from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 from grpo.algorithm.batch import Problem, collate
 from grpo.algorithm.logprobs import CompletionScorer
 from grpo.data.tiny import build_tokenizer
-from grpo.model import Policy, turn_randomness_off
-from grpo.rollout import BuiltinEngine, SamplingParams, check_sampling
-from grpo.rollout.check import matches_model
+from grpo.model import Policy
+from grpo.rollout import BuiltinEngine, SamplingParams, check_model
 
 STATES = dict(vocab_size=V, hidden_size=32, num_hidden_layers=2, state_size=8, eos_token_id=2, pad_token_id=0)
 DELTA = dict(linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=8, linear_value_head_dim=8)
@@ -50,6 +51,10 @@ def policy_of(model_type, options) -> Policy:
     return Policy(model, build_tokenizer(), tuple(range(2, V, 10)), 0, torch.device("cpu"), "fp32")
 
 
+def check(policy, **options):
+    return check_model(policy, CompletionScorer(policy.model), **options)
+
+
 SLOW = ("phi3", "doge", "nemotron_h")
 
 
@@ -58,8 +63,7 @@ SLOW = ("phi3", "doge", "nemotron_h")
 def test_sampled_and_scored_as_each_row_alone(name):
     policy = policy_of(name, SAMPLED[name])
     scorer = CompletionScorer(policy.model)
-    scorer.pack_groups()
-    check_sampling(policy)
+    check_model(policy, scorer, disable_dropout=name != "phimoe")
     problems = [Problem(i, "", tuple(range(3, 3 + n))) for i, n in enumerate((9, 4, 1))]
     groups = BuiltinEngine(policy).generate(problems, SamplingParams(3, 24), seed_key=(0, "test", 0))
     batch = collate(groups, torch.zeros(3, 3), pad_id=0)
@@ -78,7 +82,7 @@ def test_sampled_and_scored_as_each_row_alone(name):
 def test_what_cannot_be_sampled_is_refused_by_name():
     policy, state = policy_of("recurrent_gemma", REFUSED), torch.get_rng_state()
     with pytest.raises(ValueError, match=r"RecurrentGemmaForCausalLM cannot be sampled: .* other logits"):
-        check_sampling(policy)
+        check(policy)
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -89,9 +93,9 @@ MOSHI |= dict(ffn_dim=64, head_dim=8)
 def test_a_window_that_the_cache_has_and_the_forward_pass_has_not():
     """Rows differ from the length of the window on."""
     policy = policy_of("moshi", MOSHI | dict(sliding_window=20, eos_token_id=2, pad_token_id=0))
-    check_sampling(policy, reach=20)
+    check(policy, reach=20)
     with pytest.raises(ValueError, match=r"MoshiForCausalLM cannot be sampled.*other logits"):
-        check_sampling(policy, reach=21)
+        check(policy, reach=21)
 
 
 def test_queries_that_are_scaled_by_position_decode_through_their_own_modules():
@@ -100,18 +104,18 @@ def test_queries_that_are_scaled_by_position_decode_through_their_own_modules():
     rope |= dict(llama_4_scaling_beta=0.5, beta_fast=32.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0)
     for scaling, matches in ((rope, False), (rope | dict(llama_4_scaling_beta=0.0), True)):
         policy = policy_of("ministral3", SIZES | dict(head_dim=8, rope_parameters=scaling, max_position_embeddings=64))
-        assert CompletionScorer(policy.model).pack_groups() is None
-        assert matches_model(policy) is matches
+        assert check_model(policy, CompletionScorer(policy.model)) is None
+        assert policy.is_llama is matches
 
 
 def test_a_state_that_padding_reaches_is_noticed():
     """A model that ignores the mask of the padding on the left."""
     policy = policy_of("mamba", SAMPLED["mamba"])
-    check_sampling(policy)
+    check(policy)
     forward = policy.model.backbone.forward
     policy.model.backbone.forward = lambda *args, attention_mask=None, **options: forward(*args, **options)
     with pytest.raises(ValueError, match="MambaForCausalLM cannot be sampled"):
-        check_sampling(policy)
+        check(policy)
 
 
 def test_kernels_without_fp32_are_compared_in_the_runs_precision():
@@ -121,14 +125,16 @@ def test_kernels_without_fp32_are_compared_in_the_runs_precision():
         if not torch.is_autocast_enabled("cpu"):
             raise RuntimeError("bf16 alone")
 
+    AttentionInterface.register("bf16_alone", sdpa_attention_forward)
+    AttentionMaskInterface.register("bf16_alone", sdpa_mask)
     right, wrong = policy_of("qwen2", SIZES), policy_of("recurrent_gemma", REFUSED)
     for policy in (right, wrong):
         policy.precision = "bf16"
+        policy.model.config._attn_implementation = "bf16_alone"
         policy.model.get_input_embeddings().register_forward_pre_hook(refuse_fp32)
-    check_sampling(right)
-    turn_randomness_off(right)
+    check(right)
     with pytest.raises(ValueError, match="other logits"):
-        check_sampling(wrong)
+        check(wrong)
     right.precision = "fp32"
     with pytest.raises(RuntimeError, match="bf16 alone"):
-        check_sampling(right)
+        check(right)

@@ -10,8 +10,7 @@ from grpo.config import Config, DataConfig, load_config
 from grpo.data import ProblemSet
 from grpo.rewards import load_reward
 from grpo.rewards.scores import messages_warning
-from grpo.rollout.check import matches_model
-from grpo.run.models import enable_packing
+from grpo.rollout import check_model
 from grpo.run.summary import INSIDE_OF_BOX, data_line, warnings_of
 
 
@@ -93,12 +92,11 @@ def test_settings_without_effect_are_noted(changes, expected):
 
 def test_packing_is_what_fast_decode_needs(random_model):
     """The loss that the note speaks of: without packing the engine finds no written-out decode step."""
-    config = load_config([DEFAULTS, "model.disable_dropout=false"])
     policy = load(random_model)
     scorer = CompletionScorer(policy.model)
-    why_padded = enable_packing(config, scorer)
-    assert "model.disable_dropout" in why_padded and not matches_model(policy)
-    assert enable_packing(load_config([DEFAULTS]), scorer) is None and matches_model(policy)
+    why_padded = check_model(policy, scorer, disable_dropout=False)
+    assert "model.disable_dropout" in why_padded and not policy.is_llama
+    assert check_model(policy, scorer) is None and policy.is_llama
 
 
 def test_own_rewards_that_get_messages_for_text_rows_are_noted():

@@ -12,9 +12,9 @@ from architectures import CAN, CANNOT, V, build
 from grpo.algorithm.batch import Completion, Group, Problem, collate, completion_lengths
 from grpo.algorithm.logprobs import CompletionScorer
 from grpo.algorithm.loss import loss_denominator, policy_loss
-from grpo.attention import enable_packing
+from grpo.attention import packing_enabled
 from grpo.model import Policy
-from grpo.rollout import BuiltinEngine, SamplingParams
+from grpo.rollout import BuiltinEngine, SamplingParams, check_model
 
 SAMPLING = SamplingParams(num_generations=4, max_completion_length=48, temperature=0.9)
 TEXTS = ("1+1=", "a much longer question than the others?", "12*(3+4)=", "x")
@@ -63,7 +63,8 @@ def check_scores(policy, groups, tolerance=1e-4):
     """Sampled log-probs are those that the scorer computes from the whole conversation; 0 at answers."""
     batch = collate(groups, torch.zeros(len(groups), len(groups[0].completions)), pad_id=policy.pad_id)
     scorer = CompletionScorer(policy.model, temperature=0.9)
-    scorer.pack_groups()
+    scorer.find_plain_head(batch.sequence_ids_BS)
+    scorer.packed = packing_enabled(policy.model)
     with torch.no_grad():
         scored_BT, _ = scorer(*batch.scorer_inputs)
     torch.testing.assert_close(batch.sampling_logprobs_BT, scored_BT, rtol=0, atol=tolerance)
@@ -89,8 +90,8 @@ def test_sampler_and_scorer_agree_over_three_turns(policy, fast_decode):
 def test_every_kind_of_cache_goes_on_after_an_answer(name):
     kind, settings, *_ = (CAN | CANNOT)[name]
     model = build(kind, settings)
-    enable_packing(model, model.base_model)
     policy = Policy(model, _Letters(), (2,), 0, torch.device("cpu"), "fp32")
+    check_model(policy, CompletionScorer(model))
     problems = [Problem(i, "", tuple(range(3, 8 + 3 * i))) for i in range(3)]
     with torch.no_grad():
         model.get_output_embeddings().weight[2] *= 3.0
