@@ -265,8 +265,3 @@ def enable_packing(model: nn.Module) -> str | None:
         return f"its attention has a window ({name}={size})"
     model.set_attn_implementation(ATTENTION)
     return None
-
-
-def disable_packing(model: nn.Module) -> None:
-    """Undo :func:`enable_packing`."""
-    model.set_attn_implementation("sdpa")

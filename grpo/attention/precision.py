@@ -24,3 +24,9 @@ def ieee_fp32() -> Iterator[None]:
     finally:
         for setting, precision in zip(settings, before, strict=True):
             setting.fp32_precision = precision
+
+
+def is_close(found_N: torch.Tensor, expected_N: torch.Tensor, bound: float) -> bool:
+    """True if no difference exceeds ``bound`` standard deviations of the expected values."""
+    difference = (found_N - expected_N).abs().max()
+    return bool(difference <= bound * expected_N.std())

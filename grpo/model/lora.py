@@ -18,6 +18,8 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from grpo.algorithm.logprobs import CompletionScorer
+from grpo.distributed import give_back
 from grpo.model.policy import Policy, check_finite, reading
 from grpo.system import import_extra
 
@@ -153,6 +155,37 @@ def reference_adapter(policy: Policy) -> Iterator[None]:
         policy.adapter.set_adapter(TRAINED)
         for parameter in policy.unreached.values():  # peft trains all of an adapter
             parameter.requires_grad_(False)
+
+
+class AdapterReference:
+    """Log-probs under the reference: the policy's own model with its adapter switched off, or with a frozen adapter.
+
+    It is called as a :class:`grpo.algorithm.logprobs.CompletionScorer`, between updates and without gradient.
+    """
+
+    def __init__(self, policy: Policy, scorer: CompletionScorer):
+        """``scorer``: the policy's, which FSDP may have sharded."""
+        self.policy = policy
+        self.scorer = scorer
+        self.model = policy.model
+
+    @property
+    def packed(self) -> bool:
+        return self.scorer.packed
+
+    def __call__(self, *inputs, **named) -> tuple[torch.Tensor, torch.Tensor]:
+        was_training = self.model.training
+        self.model.eval()  # a frozen adapter has no dropout
+        try:
+            with torch.no_grad(), reference_adapter(self.policy):
+                try:
+                    return self.scorer(*inputs, **named)
+                finally:
+                    # Before peft says again which parameters are trained: it must say it of the
+                    # shares, not of the whole weights.
+                    give_back(self.scorer)
+        finally:
+            self.model.train(was_training)
 
 
 def adapted_base(layer: nn.Module) -> nn.Linear | None:

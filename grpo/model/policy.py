@@ -81,18 +81,25 @@ class Policy:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=torch.bfloat16)
 
-    @property
-    def has_fp32(self) -> bool:
-        """False if the model is checked in bf16, since its attention (flash attention) may have no fp32."""
-        implementation = self.model.config._attn_implementation
-        return self.precision == "fp32" or implementation in ("sdpa", "eager")
+    def score_one_token(self, scorer: nn.Module) -> torch.Tensor:
+        """A log-prob by this model's scorer. It depends on all parameters that the model uses for a token."""
+        ids_BS = torch.full((1, 2), self.pad_id, device=self.device)
+        lengths_B = torch.ones(1, dtype=torch.long, device=self.device)
+        with self.autocast():
+            logprobs_BT, _ = scorer(ids_BS, lengths_B, lengths_B[None].bool())
+        return logprobs_BT.sum()
 
     @contextlib.contextmanager
-    def comparison(self) -> Iterator[None]:
-        """:meth:`inference` for comparing two ways to compute the model, in fp32 if possible."""
-        autocast = torch.autocast(self.device.type, torch.bfloat16, enabled=not self.has_fp32)
-        with self.inference(), autocast, ieee_fp32():
-            yield
+    def comparison(self) -> Iterator[float]:
+        """:meth:`inference` for comparing two ways of the model to compute log-probs.
+
+        Gives the bound for :func:`grpo.attention.precision.is_close`: a state may be computed at
+        once or step by step. In fp32, unless attention (flash attention) may have no fp32.
+        """
+        has_fp32 = self.model.config._attn_implementation in ("sdpa", "eager")
+        in_bf16 = self.precision == "bf16" and not has_fp32
+        with self.inference(), torch.autocast(self.device.type, torch.bfloat16, enabled=in_bf16), ieee_fp32():
+            yield 0.5 if in_bf16 else 1e-3
 
     @contextlib.contextmanager
     def inference(self) -> Iterator[None]:

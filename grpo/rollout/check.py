@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
 from grpo.algorithm.batch import Batch, Completion, Group, Problem, collate
 from grpo.algorithm.logprobs import CompletionScorer, logprobs_from_logits
-from grpo.attention import disable_packing, enable_packing, window_of
+from grpo.attention import enable_packing, window_of
+from grpo.attention.precision import is_close
 from grpo.distributed import gathered
 from grpo.model import Policy, in_training_mode, turn_dropout_off
 from grpo.rollout.llama_decoder import LlamaDecoder, has_llama_layers
@@ -18,13 +17,9 @@ from grpo.rollout.prefill import prefill
 LENGTH = 7
 """Tokens of the longest prompt, unless a window asks for more."""
 SAME = 1e-4
-"""Bound of the differences of fast code, in standard deviations of the log-probs: other orders of the same sums."""
-CLOSE = 1e-3
-"""The same bound for the model's own code: states may be computed at once or step by step."""
-CLOSE_IN_BF16 = 0.5
+"""Bound of the differences of fast code in fp32, where the order of sums differs, as of :func:`is_close`."""
 
 
-@torch.no_grad()
 def check_model(
     policy: Policy,
     scorer: CompletionScorer,
@@ -53,29 +48,26 @@ def check_model(
     """
     model = policy.model
     name = type(model).__name__
-    bound = CLOSE if policy.has_fp32 else CLOSE_IN_BF16
     window = window_of(model.config)
-    exceeds_window = window is not None and window[1] < reach
-    batch = _short_batch(policy, window[1] if exceeds_window else LENGTH)
+    longest = window[1] if window and window[1] < reach else LENGTH
+    batch = _short_batch(policy, longest)
     why_padded = "model.disable_dropout is false, and attention over a packed row has no dropout"
-    with policy.comparison():
+    with policy.comparison() as bound:
         scorer.find_plain_head(batch.sequence_ids_BS[:, :LENGTH])
         # Before dropout is switched off: a number that also counts in evaluation must not be set
         # to 0 unnoticed.
         expected_N = _scored(scorer, batch)
         if disable_dropout:
             turn_dropout_off(model)
-            for found_N in in_training_mode(policy, partial(_scored, scorer, batch)):
-                if not _is_close(found_N, expected_N, bound):
-                    raise ValueError(
-                        f"{name} is random in training mode: set model.disable_dropout=false"
-                    )
+            for found_N in in_training_mode(policy, lambda: _scored(scorer, batch)):
+                if not is_close(found_N, expected_N, bound):
+                    raise ValueError(f"{name} is random in training mode: set model.disable_dropout=false")
             why_padded = _pack(policy, scorer, batch, expected_N)
         if why_padded is None:
             policy.is_llama = _is_llama(policy, scorer, batch)
             return None
 
-        if not _is_close(_decoded(policy, scorer, batch), expected_N, bound):
+        if not is_close(_decoded(policy, scorer, batch), expected_N, bound):
             raise ValueError(
                 f"{name} cannot be sampled: decode steps with its cache give other logits "
                 "than its forward pass: take another architecture"
@@ -88,12 +80,10 @@ def _short_batch(policy: Policy, longest: int) -> Batch:
     vocabulary = len(policy.model.get_input_embeddings().weight)
     ids = tuple(n % vocabulary for n in range(3, longest + 11))
     completions = (
-        Completion(ids[-8:-6], "", finished=True),
-        Completion(ids[-6:], "", finished=True),
+        Completion(ids[-8:-6], "", True),
+        Completion(ids[-6:], "", True),
     )
-    groups = []
-    for length in (longest, 1):
-        groups.append(Group(Problem(0, "", ids[:length]), completions))
+    groups = [Group(Problem(0, "", ids[:length]), completions) for length in (longest, 1)]
     return collate(groups, torch.zeros(2, 2), pad_id=policy.pad_id, device=policy.device)
 
 
@@ -136,11 +126,6 @@ def _decoded(
     return logprobs_BT[batch.completion_mask_BT]
 
 
-def _is_close(found_N: Tensor, expected_N: Tensor, bound: float) -> bool:
-    difference = (found_N - expected_N).abs().max()
-    return bool(difference <= bound * expected_N.std())
-
-
 def _pack(
     policy: Policy,
     scorer: CompletionScorer,
@@ -150,19 +135,18 @@ def _pack(
     """Switch model and scorer to packed rows and forked caches. Otherwise return the reason, and change nothing."""
     if not scorer.plain_head:
         return "its head does more than a product with the last hidden state"
-    reason = enable_packing(policy.model)
-    if reason is not None:
+    if reason := enable_packing(policy.model):
         return reason
     scorer.packed = True
     reason = "its layers mix the tokens of a row in other ways than attention"
     try:
-        is_right = _is_close(_scored(scorer, batch), expected_N, SAME)
-        if is_right and _is_close(_decoded(policy, scorer, batch), expected_N, SAME):
+        is_right = is_close(_scored(scorer, batch), expected_N, SAME)
+        if is_right and is_close(_decoded(policy, scorer, batch), expected_N, SAME):
             return None
     except Exception as error:  # the model's code is not ours, and may not accept these arguments
         reason = str(error)
     scorer.packed = False
-    disable_packing(policy.model)
+    policy.model.set_attn_implementation("sdpa")
     return reason
 
 
@@ -175,6 +159,6 @@ def _is_llama(policy: Policy, scorer: CompletionScorer, batch: Batch) -> bool:
     expected_N = _decoded(policy, scorer, batch, far=far)
     try:
         decoder = LlamaDecoder(policy.backbone, gathered)
-        return _is_close(_decoded(policy, scorer, batch, decoder, far), expected_N, SAME)
+        return is_close(_decoded(policy, scorer, batch, decoder, far), expected_N, SAME)
     except Exception:  # modules with Llama's names, but with another interface
         return False

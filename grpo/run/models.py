@@ -7,6 +7,7 @@ import copy
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from grpo.algorithm.seeding import derive_seed
 from grpo.checkpoint import format as checkpoint
 from grpo.checkpoint.resume import StartPoint
 from grpo.config import Config, ConfigError
-from grpo.distributed import World, compute_inside, give_back, shard
+from grpo.distributed import World, compute_inside, shard
 from grpo.model import (
     REFERENCE,
     Policy,
@@ -28,7 +29,6 @@ from grpo.model import (
     freeze_unreached,
     load_policy,
     lora,
-    make_reference,
     store_frozen_in_bf16,
 )
 from grpo.rollout import check_model
@@ -41,7 +41,7 @@ class Models:
     policy: Policy
     scorer: CompletionScorer
     """Not yet wrapped in DDP; under FSDP the root group."""
-    ref_scorer: CompletionScorer | AdapterReference | None
+    ref_scorer: CompletionScorer | lora.AdapterReference | None
     optimizer: torch.optim.Optimizer
     lr_schedule: LRScheduler
     why_padded: str | None
@@ -52,37 +52,6 @@ class Models:
     """The policy that the built-in engine samples with: under FSDP its model is this rank's own."""
     gathered: GatheredWeights | None
     """Fills the sampler's model under FSDP; None: the sampler is the policy, or vLLM samples."""
-
-
-class AdapterReference:
-    """Log-probs under the reference: the policy's own model with its adapter switched off, or with a frozen adapter.
-
-    It is called as a :class:`CompletionScorer`, between updates and without gradient.
-    """
-
-    def __init__(self, policy: Policy, scorer: CompletionScorer):
-        """``scorer``: the policy's, which FSDP may have sharded."""
-        self.policy = policy
-        self.scorer = scorer
-        self.model = policy.model
-
-    @property
-    def packed(self) -> bool:
-        return self.scorer.packed
-
-    def __call__(self, *inputs, **named) -> tuple[torch.Tensor, torch.Tensor]:
-        was_training = self.model.training
-        self.model.eval()  # a frozen adapter has no dropout
-        try:
-            with torch.no_grad(), lora.reference_adapter(self.policy):
-                try:
-                    return self.scorer(*inputs, **named)
-                finally:
-                    # Before peft says again which parameters are trained: it must say it of the
-                    # shares, not of the whole weights.
-                    give_back(self.scorer)
-        finally:
-            self.model.train(was_training)
 
 
 def build_models(
@@ -129,11 +98,10 @@ def build_models(
         return policy
 
     def load_reference() -> Policy:
-        if reference_path is None and start.checkpoint is None and not is_sharded:
-            reference = replace(policy, model=make_reference(policy.model))
-        else:
-            reference = load(reference_path or path)
-            reference.model.eval().requires_grad_(False)
+        # Without model.reference it is the model that training began with, also for a policy from
+        # a checkpoint.
+        reference = load(reference_path or path)
+        reference.model.eval().requires_grad_(False)
         if not algorithm.ref_sync_steps:  # a reference that moves needs its fp32 weights
             store_frozen_in_bf16(reference)
         return reference
@@ -145,14 +113,13 @@ def build_models(
         return policy, CompletionScorer(policy.model, config.rollout.temperature), None
 
     def checked(policy: Policy, scorer: CompletionScorer) -> str | None:
-        def check() -> str | None:
-            return check_model(
-                policy,
-                scorer,
-                disable_dropout=config.model.disable_dropout,
-                reach=config.data.max_prompt_length + config.rollout.max_completion_length,
-            )
-
+        check = partial(
+            check_model,
+            policy,
+            scorer,
+            disable_dropout=config.model.disable_dropout,
+            reach=config.data.max_prompt_length + config.rollout.max_completion_length,
+        )
         return compute_inside(scorer, check)
 
     ref_scorer = None
@@ -160,9 +127,9 @@ def build_models(
         policy, scorer, own = made(load_trained)
         if not is_sharded:
             policy.model.eval()  # dropout would draw random numbers
-            policy.unreached = freeze_unreached(policy.model, any_forward(policy)(scorer))
+            policy.unreached = freeze_unreached(policy.model, policy.score_one_token(scorer))
         if algorithm.beta > 0 and config.uses_lora and reference_path is None:
-            ref_scorer = AdapterReference(policy, scorer)
+            ref_scorer = lora.AdapterReference(policy, scorer)
         elif algorithm.beta > 0:
             reference, ref_scorer, _ = made(load_reference)
 
@@ -274,7 +241,7 @@ def _moving_reference(config: Config, ref_scorer: Any, policy: Policy) -> dict[s
     """See :class:`Models`; ConfigError if it could not move towards the policy."""
     if ref_scorer is None or not config.algorithm.ref_sync_steps:
         return {}
-    if isinstance(ref_scorer, AdapterReference):
+    if isinstance(ref_scorer, lora.AdapterReference):
         return lora.adapter_parameters(policy.model, lora.REFERENCE_ADAPTER)
     shapes = [p.shape for p in ref_scorer.model.parameters()]
     if shapes != [p.shape for p in policy.model.parameters()]:
@@ -317,17 +284,3 @@ def _optimizer(
     if config.runtime.offload == "optimizer":
         keep_states_on_host(optimizer)
     return optimizer, lr_schedule
-
-
-def any_forward(policy: Policy) -> Callable[[nn.Module], torch.Tensor]:
-    """Return a function that scores one token: its result depends on all that the model uses for this token."""
-    ids_BS = torch.tensor([[policy.pad_id, policy.pad_id]], device=policy.device)
-    mask_BT = torch.ones(1, 1, dtype=torch.bool, device=policy.device)
-    lengths_B = torch.ones(1, dtype=torch.long, device=policy.device)
-
-    def forward(scorer: nn.Module) -> torch.Tensor:
-        with policy.autocast():
-            logprobs_BT, _ = scorer(ids_BS, lengths_B, mask_BT)
-        return logprobs_BT.sum()
-
-    return forward

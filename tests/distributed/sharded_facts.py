@@ -13,7 +13,6 @@ import torch
 from grpo.config import load_config
 from grpo.distributed import gradient_sync, share, start_world, whole
 from grpo.model import num_parameters
-from grpo.run.models import any_forward
 from grpo.run.prepare import prepare
 
 
@@ -26,7 +25,7 @@ def main(file: str, arguments: list[str]) -> None:
     states = {name: whole(tensor.detach()).clone() for name, tensor in run.log.saver.trained.states().items()}
 
     with gradient_sync(run.learner.scorer, enabled=True):
-        any_forward(run.learner.policy)(run.learner.scorer).backward()
+        run.learner.policy.score_one_token(run.learner.scorer).backward()
     run.learner.optimizer.step()
     averages = [state[key] for state in run.learner.optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
     held = [*model.parameters(), *(p.grad for p in model.parameters()), *averages]

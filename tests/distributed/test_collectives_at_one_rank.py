@@ -16,7 +16,6 @@ from grpo.distributed import gradient_sync, start_world, whole
 from grpo.model import decoder_layers
 from grpo.run import optimizer
 from grpo.run.memory import try_largest_step
-from grpo.run.models import any_forward
 from grpo.run.prepare import prepare
 
 
@@ -102,7 +101,7 @@ def test_a_sharded_pass_that_failed_is_repeated_with_fewer_tokens(
         hidden_1ND.register_hook(allocate_too_much)
 
     def gradients() -> list[torch.Tensor]:
-        any_forward(run.learner.policy)(run.learner.scorer).backward()
+        run.learner.policy.score_one_token(run.learner.scorer).backward()
         found = [whole(p.grad) for p in run.learner.policy.model.parameters()]
         run.learner.optimizer.zero_grad()
         return found

@@ -18,7 +18,6 @@ from grpo.algorithm.advantages import group_advantages
 from grpo.algorithm.batch import AllowedTokens, Completion, Group, Problem, collate, skip_zero_advantage
 from grpo.config import load_config, make_config
 from grpo.distributed import start_world, wrap_data_parallel
-from grpo.run.models import any_forward
 from grpo.run.prepare import prepare
 from grpo.run.records import Run
 from grpo.run.step import Step
@@ -70,7 +69,7 @@ def main(output: str, model: str, *cuts: str) -> None:
         for module in model.modules():
             if type(module).__name__.endswith("RMSNorm"):
                 module.forward = partial(rms_norm, module)
-    scorer = wrap_data_parallel(run.learner.bare_scorer, world, any_forward(run.learner.policy))
+    scorer = wrap_data_parallel(run.learner.bare_scorer, world, run.learner.policy.score_one_token)
     run = replace(run, learner=replace(run.learner, scorer=scorer))
     with torch.no_grad():
         if run.learner.policy.adapter is None:

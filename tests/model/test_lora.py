@@ -19,9 +19,9 @@ from grpo.commands.evaluation import main as evaluate
 from grpo.commands.merge import main as merge
 from grpo.config import load_config
 from grpo.distributed import saved_names, start_world
-from grpo.model import save_weights, write_merged
-from grpo.model import store_frozen_in_bf16
+from grpo.model import save_weights, store_frozen_in_bf16, write_merged
 from grpo.model.lora import (
+    AdapterReference,
     adapter_parameters,
     add_adapter,
     add_reference_adapter,
@@ -29,7 +29,6 @@ from grpo.model.lora import (
     read_adapter,
 )
 from grpo.rollout import BuiltinEngine, SamplingParams, weights
-from grpo.run.models import AdapterReference
 from grpo.run.prepare import prepare
 from grpo.run.step import Step
 from train_grpo import main, update

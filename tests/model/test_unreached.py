@@ -10,7 +10,6 @@ from grpo.algorithm.logprobs import CompletionScorer
 from grpo.distributed import whole_trained_weights
 from grpo.model import Policy, freeze_unreached, num_parameters, save_weights
 from grpo.model.lora import adapter_parameters, add_adapter, add_reference_adapter, reference_adapter
-from grpo.run.models import any_forward
 
 IMAGES_ALONE = ("model.vision_tower.", "model.multi_modal_projector.")
 MIXTURES = {
@@ -25,7 +24,7 @@ def policy_of(model) -> Policy:
 
 def freeze(policy) -> None:
     scorer = CompletionScorer(policy.model.eval())
-    policy.unreached = freeze_unreached(policy.model, any_forward(policy)(scorer))
+    policy.unreached = freeze_unreached(policy.model, policy.score_one_token(scorer))
 
 
 def lora(**settings) -> Policy:

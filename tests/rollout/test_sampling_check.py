@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from architectures import GPT2, PHI3, READS_IMAGES, SIZES, V, checked
+from architectures import GPT2, PHI3, READS_IMAGES, SIZES, V
 from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask

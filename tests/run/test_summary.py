@@ -6,7 +6,7 @@ from conftest import DEFAULTS, load
 
 from grpo.algorithm.batch import Problem
 from grpo.algorithm.logprobs import CompletionScorer
-from grpo.config import Config, DataConfig, load_config
+from grpo.config import Config, DataConfig
 from grpo.data import ProblemSet
 from grpo.rewards import load_reward
 from grpo.rewards.scores import messages_warning
