@@ -21,7 +21,7 @@ from grpo.algorithm.logprobs import CompletionScorer
 from grpo.config import load_config
 from grpo.data import load_rows, make_problems
 from grpo.model import load_policy, load_tokenizer
-from grpo.rollout import BuiltinEngine, SamplingParams
+from grpo.rollout import BuiltinEngine, SamplingParams, check_model
 
 SIDES = {
     "no filter": {},
@@ -43,7 +43,7 @@ def main() -> None:
     problems = make_problems(load_rows(config.data, train=True, seed=0), config.data, tokenizer).problems
     problems = problems[: config.rollout.prompts_per_step]
     scorer, engine = CompletionScorer(policy.model), BuiltinEngine(policy)
-    scorer.pack_groups()
+    check_model(policy, scorer)
     plain = SamplingParams(config.rollout.num_generations, config.rollout.max_completion_length)
     seconds = {side: ([], []) for side in SIDES}
     for _ in range(ROUNDS):

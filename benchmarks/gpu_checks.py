@@ -25,7 +25,7 @@ from gpu_step import Bench, forked
 
 from grpo.algorithm.batch import Group
 from grpo.algorithm.logprobs import CompletionScorer
-from grpo.rollout import BuiltinEngine, SamplingParams, cuda_graphs
+from grpo.rollout import BuiltinEngine, SamplingParams, check_model, cuda_graphs
 
 NEEDED = ("pydantic", "cloudpickle", "pyarrow")
 MISSING = [name for name in NEEDED if find_spec(name) is None]
@@ -78,7 +78,7 @@ def graphs(bench: Bench, precision: str) -> dict:
         "updated": SamplingParams(4, 48),
     }
     policy = bench.policy(precision)
-    CompletionScorer(policy.model).pack_groups()
+    check_model(policy, CompletionScorer(policy.model))
     # Rows end at many lengths.
     policy.eos_ids = tuple(range(2, policy.model.config.vocab_size, 25))
     # A step is captured anew for more own tokens, too.

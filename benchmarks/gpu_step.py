@@ -36,7 +36,7 @@ from grpo.algorithm.loss import policy_loss
 from grpo.attention import fast_paths
 from grpo.distributed import World
 from grpo.model import Policy, load_policy, load_tokenizer
-from grpo.rollout import BuiltinEngine, SamplingParams, decode_loop, draw
+from grpo.rollout import BuiltinEngine, SamplingParams, check_model, decode_loop, draw
 from grpo.run.proofs import prove_update
 
 GROUP = 8
@@ -138,7 +138,7 @@ def packed(bench: Bench) -> tuple[Policy, CompletionScorer, list[str]]:
     """The model, its scorer, and what a run would say about the fast paths of its updates."""
     policy = bench.policy("bf16")
     scorer = CompletionScorer(policy.model)
-    reason = scorer.pack_groups()
+    reason = check_model(policy, scorer)
     assert reason is None, reason
     world = World(0, 1, 0, bench.device)
     return policy, scorer, prove_update(world, policy, scorer, TOKENS_PER_MICROBATCH)

@@ -29,7 +29,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LogitsProcessor, Logi
 from grpo.algorithm.batch import Problem
 from grpo.algorithm.logprobs import CompletionScorer
 from grpo.model import Policy
-from grpo.rollout import BuiltinEngine, SamplingParams
+from grpo.rollout import BuiltinEngine, SamplingParams, check_model
 from grpo.rollout.draw import draw_and_record
 
 SHAPES = {
@@ -178,7 +178,7 @@ def main() -> None:
     prompts_UL = torch.randint(2, vocabulary, (U, a.prompt), generator=rng).to(device)
     median = a.max_length / 2.6
     lengths_UG = (torch.randn(U, a.group, generator=rng) * 0.5).exp().mul(median).round().clamp(1, a.max_length).long()
-    reason = CompletionScorer(policy.model).pack_groups()
+    reason = check_model(policy, CompletionScorer(policy.model))
     mean = lengths_UG.float().mean()
     print(f"packed: {reason or 'yes'}; lengths {lengths_UG.min()} to {lengths_UG.max()}, mean {mean:.0f}")
 

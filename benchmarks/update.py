@@ -30,13 +30,15 @@ def measure(a) -> dict[str, float]:
 
     from grpo.algorithm.batch import Completion, Group, Problem, collate, microbatches, skip_zero_advantage
     from grpo.algorithm.logprobs import CompletionScorer
+    from grpo.rollout import check_model
 
     torch.set_num_threads(a.threads)
     device = torch.device(a.device)
     policy = load(a, device)
     scorer = CompletionScorer(policy.model)
-    if a.side == "packed":
-        assert scorer.pack_groups() is None
+    why_padded = check_model(policy, scorer)
+    assert why_padded is None
+    scorer.packed = a.side == "packed"
     rng = torch.Generator().manual_seed(0)
     vocabulary = policy.model.config.vocab_size
 

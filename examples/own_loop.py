@@ -12,7 +12,7 @@ from grpo.algorithm.loss import loss_denominator, policy_loss
 from grpo.data.tasks import load_task
 from grpo.data.tiny import build_tiny_model
 from grpo.model import load_policy, load_tokenizer
-from grpo.rollout import BuiltinEngine, SamplingParams, check_sampling
+from grpo.rollout import BuiltinEngine, SamplingParams, check_model
 
 MODEL, SEED, STEPS, P, G = str(build_tiny_model("arithmetic")), 0, 30, 8, 8  # P problems a step, G completions of each
 
@@ -29,8 +29,8 @@ def reward(completions, answer, **columns):
 # %%
 tokenizer = load_tokenizer(MODEL)
 policy = load_policy(MODEL, tokenizer, device=torch.device("cpu"), precision="fp32")
-check_sampling(policy)  # refuses a model whose KV cache gives other logits than its forward pass
 scorer = CompletionScorer(policy.model)
+check_model(policy, scorer)  # refuses a model that its KV cache samples wrongly; chooses fast kernels that are right
 optimizer = torch.optim.AdamW(policy.model.parameters(), lr=2e-4, weight_decay=0.0)
 engine = BuiltinEngine(policy)
 sampling = SamplingParams(num_generations=G, max_completion_length=64)

@@ -193,8 +193,8 @@ def freeze_unreached(model: nn.Module, output: torch.Tensor) -> dict[str, nn.Par
     return unreached
 
 
-def make_reference(model: PreTrainedModel) -> PreTrainedModel:
-    """A frozen copy in eval mode, which runs under the policy's autocast: the KL at step 0 is exactly 0."""
+def make_reference(model: nn.Module) -> nn.Module:
+    """A frozen copy of a model, or of its scorer, in eval mode. Under the policy's autocast, the KL at step 0 is 0."""
     return copy.deepcopy(model).eval().requires_grad_(False)
 
 
