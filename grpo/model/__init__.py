@@ -29,8 +29,9 @@ from grpo.model.policy import (
 )
 
 __all__ = (
-    "REFERENCE", "HalfLinear", "Policy", "adapted_base", "base_of", "check_base", "check_context", "check_reference",
-    "decoder_layers", "digest", "effective_weight", "end_tokens", "freeze_unreached", "in_training_mode", "is_adapter",
-    "load_policy", "load_tokenizer", "make_reference", "model_digests", "num_parameters", "resolve_model", "save_weights",
-    "store_frozen_in_bf16", "sync_reference", "turn_dropout_off", "write_merged",
+    "REFERENCE", "HalfLinear", "Policy", "adapted_base", "base_of", "check_base", "check_context",
+    "check_reference", "decoder_layers", "digest", "effective_weight", "end_tokens", "freeze_unreached",
+    "in_training_mode", "is_adapter", "load_policy", "load_tokenizer", "make_reference", "model_digests",
+    "num_parameters", "resolve_model", "save_weights", "store_frozen_in_bf16", "sync_reference",
+    "turn_dropout_off", "write_merged",
 )  # fmt: skip
