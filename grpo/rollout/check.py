@@ -144,7 +144,7 @@ def _pack(
         if is_right and is_close(_decoded(policy, scorer, batch), expected_N, SAME):
             return None
     except Exception as error:  # the model's code is not ours, and may not accept these arguments
-        reason = str(error)
+        reason = str(error) or reason
     scorer.packed = False
     policy.model.set_attn_implementation("sdpa")
     return reason

@@ -138,3 +138,37 @@ def test_kernels_without_fp32_are_compared_in_the_runs_precision():
     right.precision = "fp32"
     with pytest.raises(RuntimeError, match="bf16 alone"):
         check(right)
+
+
+@torch.no_grad()
+def test_without_the_check_everything_is_computed_in_the_slow_way():
+    policy = policy_of("qwen2", SIZES)
+    problems = [Problem(i, "", tuple(range(3, 3 + n))) for i, n in enumerate((9, 4))]
+    scorer = CompletionScorer(policy.model)
+    found = []
+    for is_checked in (False, True):
+        if is_checked:
+            assert check_model(policy, scorer) is None
+        assert [scorer.plain_head, scorer.packed, policy.is_llama] == 3 * [is_checked]
+        groups = BuiltinEngine(policy).generate(problems, SamplingParams(3, 24), seed_key=(0, "test", 0))
+        batch = collate(groups, torch.zeros(2, 3), pad_id=0)
+        found.append((batch.sequence_ids_BS, scorer(*batch.scorer_inputs)[0]))
+    slow, fast = found
+    assert torch.equal(slow[0], fast[0])
+    torch.testing.assert_close(slow[1], fast[1], rtol=0, atol=1e-4)
+
+
+def test_an_exception_of_the_models_code_is_the_reason_for_padded_rows():
+    """An empty text must not look like no reason."""
+    for text, reason in (("no such layout", "no such layout"), ("", "its layers mix")):
+        policy = policy_of("qwen2", SIZES)
+
+        def refuse(module, inputs, options, text=text):
+            if options.get("packed") is not None or options.get("forked") is not None:
+                raise RuntimeError(text)
+
+        policy.backbone.register_forward_pre_hook(refuse, with_kwargs=True)
+        scorer = CompletionScorer(policy.model)
+        assert check_model(policy, scorer).startswith(reason)
+        assert not scorer.packed
+        assert policy.model.config._attn_implementation == "sdpa"
