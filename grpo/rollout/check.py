@@ -110,7 +110,7 @@ def _decoded(
         prompts.append(tuple(ids_S[:length].tolist()))
         labels.append(ids_S[length : length + 6])
     labels_BT = torch.stack(labels)
-    logprobs_BT = torch.zeros(labels_BT.shape, device=policy.device)
+    logprobs_BT = torch.zeros_like(labels_BT, dtype=torch.float32)
     rows = torch.arange(len(prompts), device=policy.device)
     decoder, logits_RV = prefill(policy, llama_decoder, prompts, capacity=6)
     if far:
