@@ -3,12 +3,15 @@
     python train_grpo.py --config configs/tiny_arithmetic.yaml             one process
     torchrun --nproc_per_node=8 train_grpo.py --config FILE.yaml           eight GPUs
 
-P problems a step (over all ranks), G completions each, F reward functions, B = P*G rows,
-T completion tokens.
+P problems, G completions each, F reward functions: of this rank, or where it says so of all ranks.
+B = P*G rows (completions) of this rank, T completion tokens.
 
-Departures from the DeepSeekMath paper: the loss is averaged over the whole optimizer step on all
-ranks at once, whatever the micro-batches; completions that no reward could score get advantage 0;
-with one update per rollout the old log-probs are the new ones, detached.
+What differs from the DeepSeekMath paper: a completion that no reward could score gets advantage 0;
+the loss is one mean over the optimizer step on all ranks, however it is cut into micro-batches.
+
+To change: the loss of a token, its clip, ratio or KL: grpo/algorithm/loss.py; the advantage:
+grpo/algorithm/advantages.py; a metric: grpo/run/metrics.py; an engine: grpo/rollout/interface.py
+says what it must do, and grpo/run/prepare.py builds it.
 """
 
 import sys
@@ -42,7 +45,6 @@ from grpo.run.steps import remaining_steps
 from grpo.telemetry.terminal import exit_with_user_error, survive_lost_readers
 
 DEMO = Path(__file__).parent / "configs" / "tiny_arithmetic.yaml"
-"""The configuration without ``--config``."""
 
 
 def train(run: Run) -> None:
@@ -51,50 +53,51 @@ def train(run: Run) -> None:
     learner = run.learner
     world = run.world
     for step in remaining_steps(run):
-        problems = run.tasks.problems.at(step.number)  # this rank's, by a DistributedSampler
+        problems = run.tasks.problems.at(step.number)  # this rank's share
         with run.sampler.current_weights(step.seconds):
             rollout = sample_and_score(run, step, problems)
             if algorithm.dynamic_sampling:
                 rollout = replace_equal_groups(run, step, rollout)
 
-        # Advantages come from the rewards of all ranks. The groups of a rank, whole, stay on it.
-        values_PGF = world.gather_rows(rollout.values_PGF)
-        rewards_PG = weighted_sum(values_PGF, run.tasks.rewards.weights)
-        advantages_PG = compute_advantages(run, values_PGF, rewards_PG)
+        # No group is split over ranks. Rewards are gathered since some advantages, and the metrics,
+        # compare those of all ranks.
+        all_values_PGF = world.gather_rows(rollout.values_PGF)
+        all_rewards_PG = weighted_sum(all_values_PGF, run.tasks.rewards.weights)
+        advantages_PG = world.own_rows(compute_advantages(run, all_values_PGF, all_rewards_PG))
         batch = collate(
             rollout.groups,
-            world.own_rows(advantages_PG),
+            advantages_PG,
             pad_id=learner.policy.pad_id,
             device=world.device,
             mask_truncated=algorithm.mask_truncated_completions,
         )
-        if algorithm.skips_zero_advantage:
+        if algorithm.skips_zero_advantage:  # skips their passes: they count in the denominator
             batch = skip_zero_advantage(batch, algorithm.num_minibatches)
 
         with world.timed("logprobs", step.seconds):
             batch = with_old_and_ref_logprobs(learner, batch)
-        step.keep_for_metrics(rollout.groups, values_PGF, rewards_PG, batch)
+        step.keep_for_metrics(rollout.groups, all_values_PGF, all_rewards_PG, batch)
         if run.config.debug:
             debug.show_step(run, step)
         with world.timed("update", step.seconds):
             for iteration in range(algorithm.num_iterations):
                 for minibatch in minibatches(batch, algorithm.num_minibatches):
-                    update(run, step, minibatch, is_first_pass=iteration == 0)
-        sync_reference_if_due(learner, step.number + 1)
+                    update(learner, step, minibatch, is_first_pass=iteration == 0)
+        sync_reference_if_due(learner, num_steps=step.number + 1)
 
 
-def compute_advantages(run: Run, values_PGF: Tensor, rewards_PG: Tensor) -> Tensor:
-    """Advantages ``[P, G]`` from the rewards of all ranks; a reward that is NaN was not scored."""
+def compute_advantages(run: Run, all_values_PGF: Tensor, all_rewards_PG: Tensor) -> Tensor:
+    """Advantages ``[P, G]`` of all ranks. A reward that is NaN was not scored."""
     algorithm = run.config.algorithm
-    if run.learner.user_advantages is not None:  # a function of the user
-        return call_own_advantages(run.learner.user_advantages, rewards_PG, values_PGF)
+    if run.learner.user_advantages is not None:
+        return call_own_advantages(run.learner.user_advantages, all_rewards_PG, all_values_PGF)
     if algorithm.multi_objective_aggregation == "normalize_then_sum":  # GDPO
         weights = run.tasks.rewards.weights
-        return normalize_then_sum(values_PGF, weights, eps=algorithm.advantage_eps)
-    # With GRPO's settings, "mean" and "group": the reward minus the mean of its group, over the
+        return normalize_then_sum(all_values_PGF, weights, eps=algorithm.advantage_eps)
+    # GRPO, baseline "mean" and scale "group": the reward minus the mean of its group, over the
     # standard deviation of its group plus eps.
     return group_advantages(
-        rewards_PG,
+        all_rewards_PG,
         baseline=algorithm.baseline,
         scale=algorithm.scale,
         eps=algorithm.advantage_eps,
@@ -102,15 +105,12 @@ def compute_advantages(run: Run, values_PGF: Tensor, rewards_PG: Tensor) -> Tens
 
 
 def with_old_and_ref_logprobs(learner: Learner, batch: Batch) -> Batch:
-    """Add the log-probs under the policy that sampled and under the reference, without gradient.
-
-    They are shifted cross-entropies: the logits at each position score the token after it.
-    """
+    """Add the constants of the loss: old and reference log-probs, and which tokens are trained."""
     algorithm = learner.config.algorithm
-    if algorithm.objective == "dppo_tv":  # bounds the distance to the sampler itself
+    # With a single update per rollout, the old log-probs are the new ones, detached: see update.
+    if algorithm.objective == "dppo_tv":  # its old log-probs are those recorded while sampling
         batch = replace(batch, old_logprobs_BT=batch.sampling_logprobs_BT)
     elif algorithm.updates_per_step > 1:
-        # With a single update, new.detach() has the same values and saves a forward pass.
         old_BT = batch_logprobs(learner, learner.bare_scorer, batch)
         batch = replace(batch, old_logprobs_BT=old_BT)
     if learner.ref_scorer is not None:
@@ -121,11 +121,10 @@ def with_old_and_ref_logprobs(learner: Learner, batch: Batch) -> Batch:
     return batch
 
 
-def update(run: Run, step: Step, minibatch: Batch, *, is_first_pass: bool) -> None:
+def update(learner: Learner, step: Step, minibatch: Batch, *, is_first_pass: bool) -> None:
     """One optimizer update from this rank's rows of a minibatch."""
-    algorithm = run.config.algorithm
-    learner = run.learner
-    world = run.world
+    algorithm = learner.config.algorithm
+    world = learner.world
     metrics = step.metrics
 
     # Counted over all ranks before the first backward. An average per rank or per micro-batch would
@@ -136,23 +135,25 @@ def update(run: Run, step: Step, minibatch: Batch, *, is_first_pass: bool) -> No
         aggregation=algorithm.aggregation,
         max_length=learner.max_length,
     )
-    denominator = world.sum(rank_denominator).clamp(min=1)
+    denominator = world.sum(rank_denominator).clamp(min=1)  # every completion may be masked
 
     for micro, is_last in microbatches_of_ranks(learner, minibatch):
-        reduces = is_last or run.config.optim.reduce_each_microbatch
-        with gradient_sync(learner.scorer, enabled=reduces):
+        syncs = is_last or learner.config.optim.reduce_each_microbatch
+        with gradient_sync(learner.scorer, enabled=syncs):
+            # Shifted cross-entropy of the completion's tokens: grpo/algorithm/logprobs.py.
             with learner.policy.autocast():
                 new_BT, entropy_BT = learner.scorer(*micro.scorer_inputs)
             old_BT = new_BT.detach() if micro.old_logprobs_BT is None else micro.old_logprobs_BT
-            # With GRPO's settings: ratio = exp(new - old), and of each token
-            # -min(ratio * A, clip(ratio, 1 - epsilon, 1 + epsilon_high) * A) + beta * KL(new, ref).
+            # GRPO: ratio = exp(new - old) (importance_ratio); the loss of a token is
+            # -min(ratio * A, clip(ratio, 1 - epsilon, 1 + epsilon_high) * A) (surrogate_loss)
+            # + beta * KL(new, ref) (kl_estimate), averaged over each completion's tokens.
             loss_sum, stats = policy_loss(
                 new_BT,
                 old_BT,
                 micro.advantages_B,
                 micro.loss_mask_BT,
                 ref_logprobs_BT=micro.ref_logprobs_BT,
-                objective=learner.objective,
+                objective=learner.objective,  # a name, or a function of the user
                 importance_level=algorithm.importance_level,
                 epsilon=algorithm.epsilon,
                 epsilon_high=algorithm.epsilon_high,
@@ -172,12 +173,12 @@ def update(run: Run, step: Step, minibatch: Batch, *, is_first_pass: bool) -> No
             # DDP and FSDP divide the sum of the ranks' gradients by world.size.
             (loss_sum * world.size / denominator).backward()
         metrics.add_all(stats)
-        metrics.add("loss", loss_sum.detach(), 0)
+        metrics.add("loss", loss_sum.detach(), 0)  # the denominator counts once, below
         record_microbatch(step, algorithm, micro, new_BT, old_BT, entropy_BT, is_first_pass)
     metrics.add("loss", 0, rank_denominator)
-    if run.config.debug:
-        debug.check_update(run, metrics)
-    apply_update(learner, metrics)
+    if learner.config.debug:
+        debug.check_update(learner, metrics)
+    apply_update(learner, metrics)  # clips the gradient; all ranks skip one that is not finite
 
 
 def main(argv: list[str]) -> int:
@@ -186,7 +187,7 @@ def main(argv: list[str]) -> int:
     try:
         config = load_config(argv, default_file=DEMO)
         world = start_world(config.runtime)
-        run = prepare(config, world)
+        run = prepare(config, world)  # None: already complete
     except (ValueError, OSError, OtherRankFailed, KeyboardInterrupt) as error:
         return exit_with_user_error(error, world)
     code = run_to_completion(run, train) if run is not None else 0

@@ -11,7 +11,7 @@ from grpo.algorithm.logprobs import CompletionScorer
 from grpo.config import Config
 from grpo.distributed import World
 from grpo.model import load_policy
-from grpo.rollout import Engine, check_model
+from grpo.rollout import BuiltinEngine, Engine, check_model
 from grpo.turns.engine import TurnsEngine
 from grpo.turns.tools import Tools
 from grpo.vllm import build_engine
@@ -52,10 +52,19 @@ def load_engine(
             disable_dropout=config.model.disable_dropout,
             reach=longest,
         )
-    engine = build_engine(
-        config, world, policy, path=path, root=policy.model, longest=longest, folder=folder,
-        probe_ids=problems[0].prompt_ids if problems else (), builtin=dict(fast_decode=config.runtime.fast_decode),
-    )  # fmt: skip
+    if config.rollout.engine == "vllm":
+        engine = build_engine(
+            config,
+            world,
+            policy,
+            path=path,
+            root=policy.model,
+            longest=longest,
+            probe_ids=problems[0].prompt_ids if problems else (),
+            folder=folder,
+        )
+    else:
+        engine = BuiltinEngine(policy, fast_decode=config.runtime.fast_decode)
     if tools is None:
         return engine
     engine = TurnsEngine(engine, tools, config, num_ranks=world.size)

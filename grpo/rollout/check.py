@@ -88,9 +88,17 @@ def _short_batch(policy: Policy, longest: int) -> Batch:
 
 
 def _scored(scorer: CompletionScorer, batch: Batch) -> Tensor:
-    # Not the module's call: a sharded scorer's forward pass has begun.
-    logprobs_BT, _ = scorer.forward(*batch.scorer_inputs)
-    return logprobs_BT[batch.completion_mask_BT]
+    """Log-probs ``[N]`` of all completions, row after row."""
+    parts = [batch]
+    if not scorer.plain_head:
+        # All logits of a part are in memory at once, and a prompt may have a window's length.
+        parts = [batch.select(slice(b, b + 1)) for b in range(len(batch))]
+    scored = []
+    for part in parts:
+        # Not the module's call: a sharded scorer's forward pass has begun.
+        logprobs_BT, _ = scorer.forward(*part.scorer_inputs)
+        scored.append(logprobs_BT[part.completion_mask_BT])
+    return torch.cat(scored)
 
 
 def _decoded(

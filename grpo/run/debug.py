@@ -64,23 +64,23 @@ def _check_masks(learner: Learner, step: Step) -> None:
             assert last in learner.policy.eos_ids, "EOS is not inside the mask"
 
 
-def check_update(run: Run, metrics: Accumulator) -> None:
+def check_update(learner: Learner, metrics: Accumulator) -> None:
     """Check that at the first update the importance ratio is 1 and the KL is 0, without dropout.
 
     Raises:
         AssertionError: with the value that differs.
     """
-    show = run.log.reporter.print
-    model = run.config.model
+    show = learner.reporter.print
+    model = learner.config.model
     # The optimizer has a state after its first update.
-    if run.learner.optimizer.state or not model.disable_dropout:
+    if learner.optimizer.state or not model.disable_dropout:
         return
-    means = metrics.reduce(run.world)
+    means = metrics.reduce(learner.world)
     expected = {"ratio": 1.0}
     # The KL to another model than the one that is trained has any value.
     if "kl" in means and model.reference is None:
         expected["kl"] = 0.0
-    tolerance = 1e-5 if run.config.runtime.precision == "fp32" else 1e-2
+    tolerance = 1e-5 if learner.config.runtime.precision == "fp32" else 1e-2
     for name, value in expected.items():
         mean = means[name]
         what = f"{name} of the first update: {mean:.6f}"

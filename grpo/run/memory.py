@@ -8,6 +8,7 @@ run computes in the same parts.
 import gc
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 
@@ -46,9 +47,14 @@ def try_largest_step(run: Run, problems: list[Problem]) -> str:
     completion = Completion((0,) * sampling.max_completion_length, text="", finished=False)
     groups = [Group(longest[0], (completion,) * G)] * num_groups
     minibatch = collate(groups, torch.zeros(num_groups, G), pad_id=0, device=world.device)
+    devices = [world.device] if world.device.type == "cuda" else []
     scorer = learner.bare_scorer  # DDP would average the gradients: a collective
 
     def update(tokens: int) -> None:
+        # CUDA graphs keep about five fp32 tensors of vocabulary size for each row of a rollout.
+        num_kept = 5 * len(prompts) if devices and learner.policy.is_llama else 0
+        vocabulary = len(learner.policy.model.get_input_embeddings().weight)
+        _graphs = torch.empty(num_kept, vocabulary, device=world.device)
         # Of several micro-batches, the second runs beside the gradients of the first.
         parts = microbatch_rows(minibatch, tokens, packed=scorer.packed)[:2]
         for rows in parts:
@@ -62,7 +68,8 @@ def try_largest_step(run: Run, problems: list[Problem]) -> str:
         run.sampler.engine.dry_run(prompts[: max(tokens // row_tokens, 1)], sampling)
 
     seconds = {}
-    devices = [world.device] if world.device.type == "cuda" else []
+    # FSDP gathers the weights of the engine: a collective, before memory may run out on one rank.
+    weights = run.sampler.current_weights() if learner.is_sharded else nullcontext()
     with world.timed("largest step", seconds), torch.random.fork_rng(devices):
         _fit(
             learner,
@@ -71,13 +78,14 @@ def try_largest_step(run: Run, problems: list[Problem]) -> str:
             row_tokens,
             update,
         )
-        _fit(
-            learner,
-            "rollout.tokens_in_flight",
-            sampling.tokens_in_flight or len(prompts) * row_tokens,
-            row_tokens,
-            sample,
-        )
+        with weights:
+            _fit(
+                learner,
+                "rollout.tokens_in_flight",
+                sampling.tokens_in_flight or len(prompts) * row_tokens,
+                row_tokens,
+                sample,
+            )
     torch.cuda.empty_cache()
     return f"memory    the largest possible step was tried in {seconds['largest step']:.1f} s"
 

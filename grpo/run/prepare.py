@@ -9,14 +9,12 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from grpo.algorithm.batch import Problem
 from grpo.attention import fast_paths
 from grpo.checkpoint.format import Trained
 from grpo.checkpoint.resume import (
@@ -47,7 +45,7 @@ from grpo.model import (
 from grpo.model.lora import load_peft, read_adapter_config
 from grpo.rewards import RewardRunner, RewardSpec
 from grpo.rewards.code import check_rows
-from grpo.rollout import split_stop
+from grpo.rollout import BuiltinEngine, split_stop
 from grpo.run.memory import try_largest_step
 from grpo.run.models import build_models
 from grpo.run.objects import Objects
@@ -178,23 +176,29 @@ def _prepare(
     on_failure.callback(reporter.close)
 
     warn = partial(_print_from_rank, world, reporter)
-    engine = build_engine(
-        config,
-        world,
-        policy,
-        path=path,
-        root=models.scorer,
-        folder=config.output_dir,
-        longest=_longest_row(config, train.problems, eval_problems),
-        probe_ids=train.problems[0].prompt_ids,
-        builtin={
-            "policy": models.sampler,
-            "gathered": models.gathered,
-            "fast_decode": config.runtime.fast_decode,
-            "cuda_graphs": True,
-            "warn": warn,
-        },
-    )
+    if config.rollout.engine == "vllm":
+        longest = config.data.max_prompt_length + max(
+            config.rollout.max_completion_length,
+            eval_sampling(config).max_completion_length,
+        )
+        engine = build_engine(
+            config,
+            world,
+            policy,
+            path=path,
+            root=models.scorer,
+            longest=min(longest, policy.context_length or longest),
+            probe_ids=train.problems[0].prompt_ids,
+            folder=config.output_dir,
+        )
+    else:
+        engine = BuiltinEngine(
+            models.sampler,
+            fast_decode=config.runtime.fast_decode,
+            cuda_graphs=True,
+            gathered=models.gathered,
+            warn=warn,
+        )
     on_failure.callback(engine.close)
     if inputs.tools is not None:
         engine = TurnsEngine(engine, inputs.tools, config, warn=warn, num_ranks=world.size)
@@ -391,17 +395,6 @@ def _tokenize(
     if evaluation.problems:
         check_eval_context(config, path, evaluation.problems)
     return tokenizer, train, evaluation
-
-
-def _longest_row(config: Config, train: Sequence[Problem], evaluation: Sequence[Problem]) -> int:
-    """The most tokens of a prompt and its completion, in rollouts and evaluations."""
-    of_rollouts = config.rollout.max_completion_length
-    of_evaluations = eval_sampling(config).max_completion_length
-    if config.environment or config.rollout.function:  # which may make prompts longer
-        return config.data.max_prompt_length + max(of_rollouts, of_evaluations)
-    lengths = [len(problem.prompt_ids) + of_rollouts for problem in train]
-    lengths += [len(problem.prompt_ids) + of_evaluations for problem in evaluation]
-    return max(lengths)
 
 
 def _print_from_rank(world: World, reporter: Reporter, text: str) -> None:

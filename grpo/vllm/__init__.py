@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
 from grpo.config import Config
 from grpo.distributed import World
 from grpo.model import Policy
-from grpo.rollout import BuiltinEngine, Engine
+from grpo.rollout import Engine
 from grpo.system import import_extra
 
 
@@ -26,9 +25,10 @@ def build_engine(
     longest: int,
     probe_ids: Sequence[int],
     folder: str | Path,
-    builtin: dict[str, Any],
 ) -> Engine:
-    """The engine of a run, an evaluation or a chat, which ``rollout.engine`` names. All ranks call it together.
+    """Start vLLM, or connect to its servers, for a run, an evaluation or a chat.
+
+    All ranks call it together.
 
     Args:
         policy: under FSDP its model is sharded.
@@ -37,19 +37,17 @@ def build_engine(
         longest: the most tokens of a prompt and its completion; 0: not known.
         probe_ids: a prompt, for the proof that a server has the policy's weights.
         folder: gets the logs of servers.
-        builtin: arguments of :class:`BuiltinEngine`, which samples with their ``policy`` if they hold one (under FSDP).
 
     Raises:
         ValueError: on all ranks, if a server cannot be started, or is not fit for this run.
     """
-    if config.rollout.engine == "builtin":
-        return BuiltinEngine(**{"policy": policy} | builtin)
     import_extra("httpx", "vllm", "rollout.engine=vllm")
     from grpo.vllm.client import Server
     from grpo.vllm.engine import VLLMEngine
     from grpo.vllm.server import start_server
 
-    settings, started = config.rollout, None
+    settings = config.rollout
+    started = None
     with contextlib.ExitStack() as on_failure:
         with world.fail_together():
             if world.is_main and settings.addresses is None:

@@ -112,7 +112,9 @@ def test_a_named_checkpoint_may_be_a_link_and_be_deleted_later(run, tmp_path):
     again = ["optim.max_steps=4", linear, "checkpoint.keep=1", f"checkpoint.resume={tmp_path}/best"]
     again += ["checkpoint.accept_changes=true"]
     printed = run("run", *again)
-    assert "checkpoint-1 at step 1, learning rate 0.00075\n" in printed and "previous-1" in printed  # where the second step of before is now
+    assert (
+        "checkpoint-1 at step 1, learning rate 0.00075\n" in printed and "previous-1" in printed
+    )  # where the second step of before is now
     assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-4"]
     assert "already complete" in run("run", *again)
     assert run("other", *again, code=2) == ""

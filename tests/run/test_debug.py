@@ -19,7 +19,7 @@ def test_the_first_update_begins_at_ratio_1_and_kl_0(capsys, tmp_path, random_mo
         metrics = Accumulator()
         metrics.add("ratio", ratio_sum, 4)
         metrics.add("kl", kl_sum, 4)
-        check_update(run, metrics)
+        check_update(run.learner, metrics)
 
     check(4.0, 0.0)
     shown = capsys.readouterr().out

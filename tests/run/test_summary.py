@@ -2,7 +2,7 @@
 
 import pytest
 import regex
-from conftest import DEFAULTS, load
+from conftest import load
 
 from grpo.algorithm.batch import Problem
 from grpo.algorithm.logprobs import CompletionScorer
