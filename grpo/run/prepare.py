@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
@@ -30,7 +31,7 @@ from grpo.checkpoint.resume import (
 from grpo.checkpoint.saver import Progress, Saver, bits_depend_on
 from grpo.config import Config, ConfigError, check_world_size, mask_command_line, settings_of_all_ranks
 from grpo.data import ProblemSet, Rows, Schedule, check_enough, fingerprint, load_rows, make_problems
-from grpo.distributed import World, is_sharded, wrap_data_parallel
+from grpo.distributed import World, wrap_data_parallel
 from grpo.evaluation import metric_names
 from grpo.evaluation.collect import check_eval_context, eval_sampling
 from grpo.evaluation.grading import check_reward_names
@@ -45,9 +46,9 @@ from grpo.model import (
 from grpo.model.lora import load_peft, read_adapter_config
 from grpo.rewards import RewardRunner, RewardSpec
 from grpo.rewards.code import check_rows
-from grpo.rollout import BuiltinEngine, split_stop
+from grpo.rollout import BuiltinEngine, Engine, split_stop
 from grpo.run.memory import try_largest_step
-from grpo.run.models import build_models
+from grpo.run.models import Models, build_models
 from grpo.run.objects import Objects
 from grpo.run.proofs import prove_update
 from grpo.run.records import Learner, Log, Run, Sampler, Tasks
@@ -156,14 +157,7 @@ def _prepare(
     facts["from_step"] = progress.step
     facts["num_parameters"] = num_parameters(policy.model)
     facts["num_eval_problems"] = len(eval_problems)
-    with world.main_first():
-        if world.is_main:
-            start_output(config, checkpoint, lock)
-            record_start(config.output_dir, facts)
-    holder = world.from_main(lock.holder)
-    with world.fail_together():
-        if is_sharded(models.scorer):
-            check_shared(Path(config.output_dir), holder)
+    _open_output(config, world, checkpoint, lock, facts)
     reporter = Reporter(
         config,
         is_main=world.is_main,
@@ -176,29 +170,8 @@ def _prepare(
     on_failure.callback(reporter.close)
 
     warn = partial(_print_from_rank, world, reporter)
-    if config.rollout.engine == "vllm":
-        longest = config.data.max_prompt_length + max(
-            config.rollout.max_completion_length,
-            eval_sampling(config).max_completion_length,
-        )
-        engine = build_engine(
-            config,
-            world,
-            policy,
-            path=path,
-            root=models.scorer,
-            longest=min(longest, policy.context_length or longest),
-            probe_ids=train.problems[0].prompt_ids,
-            folder=config.output_dir,
-        )
-    else:
-        engine = BuiltinEngine(
-            models.sampler,
-            fast_decode=config.runtime.fast_decode,
-            cuda_graphs=True,
-            gathered=models.gathered,
-            warn=warn,
-        )
+    prompt_ids = train.problems[0].prompt_ids
+    engine = _build_engine(config, world, models, path, prompt_ids, warn)
     on_failure.callback(engine.close)
     if inputs.tools is not None:
         engine = TurnsEngine(engine, inputs.tools, config, warn=warn, num_ranks=world.size)
@@ -395,6 +368,57 @@ def _tokenize(
     if evaluation.problems:
         check_eval_context(config, path, evaluation.problems)
     return tokenizer, train, evaluation
+
+
+def _open_output(
+    config: Config,
+    world: World,
+    checkpoint: Path | None,
+    lock: Lock,
+    facts: dict[str, Any],
+) -> None:
+    """Create and lock the output folder, and record this start there."""
+    with world.main_first():
+        if world.is_main:
+            start_output(config, checkpoint, lock)
+            record_start(config.output_dir, facts)
+    holder = world.from_main(lock.holder)
+    with world.fail_together():
+        if config.runtime.parallel == "fsdp" and not world.is_alone:
+            check_shared(Path(config.output_dir), holder)
+
+
+def _build_engine(
+    config: Config,
+    world: World,
+    models: Models,
+    path: str,
+    prompt_ids: Sequence[int],
+    warn: Callable[[str], None],
+) -> Engine:
+    """The engine that ``rollout.engine`` names."""
+    if config.rollout.engine == "builtin":
+        return BuiltinEngine(
+            models.sampler,
+            fast_decode=config.runtime.fast_decode,
+            cuda_graphs=True,
+            gathered=models.gathered,
+            warn=warn,
+        )
+    longest = config.data.max_prompt_length + max(
+        config.rollout.max_completion_length,
+        eval_sampling(config).max_completion_length,
+    )
+    return build_engine(
+        config,
+        world,
+        models.policy,
+        path=path,
+        root=models.scorer,
+        longest=min(longest, models.policy.context_length or longest),
+        probe_ids=prompt_ids,
+        folder=config.output_dir,
+    )
 
 
 def _print_from_rank(world: World, reporter: Reporter, text: str) -> None:
