@@ -45,13 +45,17 @@ def record_microbatch(
     """
     metrics = step.metrics
     counted_BT = micro.counted_BT
-    metrics.add("entropy", (entropy_BT * counted_BT).sum(), counted_BT.sum())
+    count = counted_BT.sum()
+    entropy = (entropy_BT * counted_BT).sum()
+    metrics.add("entropy", entropy, count)
     if is_first_pass:
-        step.reported_old_BT[micro.row_B, : old_BT.shape[1]] = old_BT
+        T = old_BT.shape[1]
+        step.reported_old_BT[micro.row_B, :T] = old_BT
         # The old log-probs of dppo_tv are the sampler's own.
         trainer_BT = new_BT if algorithm.objective == "dppo_tv" else old_BT
-        difference_BT = (trainer_BT - micro.sampling_logprobs_BT).abs() * counted_BT
-        metrics.add("sampling/logprob_difference", difference_BT.sum(), counted_BT.sum())
+        difference_BT = (trainer_BT - micro.sampling_logprobs_BT).abs()
+        difference = (difference_BT * counted_BT).sum()
+        metrics.add("sampling/logprob_difference", difference, count)
 
 
 def step_line(run: Run, step: Step) -> dict[str, float]:
@@ -76,9 +80,13 @@ def step_line(run: Run, step: Step) -> dict[str, float]:
         run.config.algorithm.multi_objective_aggregation,
     )
     num_steps = step.number + 1
-    line = {"step": num_steps, "epoch": num_steps / tasks.problems.steps_per_epoch}
+    line = {
+        "step": num_steps,
+        "epoch": num_steps / tasks.problems.steps_per_epoch,
+    }
     line |= reward_metrics(tasks.rewards.names, step.values_PGF, step.rewards_PG)
-    line["frac_reward_zero_std"] = has_equal_rewards(compared).float().mean().item()
+    is_equal_P = has_equal_rewards(compared)
+    line["frac_reward_zero_std"] = is_equal_P.float().mean().item()
     return line | reduced
 
 
@@ -88,12 +96,13 @@ def reward_metrics(
     rewards_PG: Tensor,
 ) -> dict[str, float]:
     """Reward statistics of the whole global batch; every rank has all of it."""
-    stds_P = torch.tensor([_std(rewards_G) for rewards_G in rewards_PG], dtype=torch.double)
+    stds_P = [_std(rewards_G) for rewards_G in rewards_PG]
+    unscored_PG = rewards_PG.isnan()
     metrics = {
         "reward": _mean(rewards_PG),
         "reward_std": _std(rewards_PG),
-        "reward_group_std": _mean(stds_P),
-        "frac_unscorable": rewards_PG.isnan().float().mean().item(),
+        "reward_group_std": _mean(torch.tensor(stds_P, dtype=torch.double)),
+        "frac_unscorable": unscored_PG.float().mean().item(),
     }
     for f, name in enumerate(names):
         values_PG = values_PGF[..., f]
@@ -108,10 +117,11 @@ def add_completions(groups: Sequence[Group], metrics: Accumulator) -> None:
     num_truncated = 0
     num_tokens = 0
     for group in groups:
+        prompt_length = len(group.problem.prompt_ids)
         for completion in group.completions:
             lengths.append(len(completion.sampled_ids))
             num_truncated += not completion.finished
-            num_tokens += len(group.problem.prompt_ids)
+            num_tokens += prompt_length
             num_tokens += len(completion.ids)
     count = len(lengths)
     metrics.add("completions/mean_length", sum(lengths), count)
@@ -131,10 +141,12 @@ def report_details(run: Run, step: Step) -> None:
         lengths = []
         for group in step.groups:
             lengths.append([len(completion.sampled_ids) for completion in group.completions])
-        advantages_PG = step.batch.advantages_B.view(len(step.groups), -1).cpu()
+        lengths_PG = run.world.gather_rows(torch.tensor(lengths))
+        advantages_PG = step.batch.advantages_B.view(len(step.groups), -1)
+        advantages_PG = run.world.gather_rows(advantages_PG.cpu())
         reporter.histogram("reward", step.rewards_PG)
-        reporter.histogram("advantage", run.world.gather_rows(advantages_PG))
-        reporter.histogram("length", run.world.gather_rows(torch.tensor(lengths)))
+        reporter.histogram("advantage", advantages_PG)
+        reporter.histogram("length", lengths_PG)
     # Under FSDP all ranks score: a forward pass is a collective.
     computes = run.world.is_main or run.learner.is_sharded
     if logging.log_completions and reporter.is_due(number) and computes:
@@ -149,10 +161,13 @@ def logged_completions(run: Run, step: Step) -> list[dict[str, Any]]:
     P = len(step.groups)
     G = len(step.batch) // P
     of_each = min(max(2, math.ceil(count / P)), G)
-    pairs = [(p, g) for p in range(P) for g in range(of_each)][:count]
+    pairs = [(p, g) for p in range(P) for g in range(of_each)]
+    pairs = pairs[:count]
     # All rows are scored, also those that the update has skipped.
     batch = replace(step.batch, old_logprobs_BT=step.reported_old_BT, computed_B=None)
-    rows = batch.select(torch.tensor([p * G + g for p, g in pairs]))
+    indices = [p * G + g for p, g in pairs]
+    rows = batch.select(torch.tensor(indices))
+    updated_BT = batch_logprobs(learner, learner.bare_scorer, rows)
     return sample_records(
         step.groups,
         world.own_rows(step.values_PGF),
@@ -162,7 +177,7 @@ def logged_completions(run: Run, step: Step) -> list[dict[str, Any]]:
         rows=pairs,
         step=run.progress.step,
         logprobs_BT=rows.old_logprobs_BT,
-        updated_logprobs_BT=batch_logprobs(learner, learner.bare_scorer, rows),
+        updated_logprobs_BT=updated_BT,
         ref_logprobs_BT=rows.ref_logprobs_BT,
         decode=learner.policy.tokenizer.decode,
     )
@@ -175,7 +190,10 @@ def _mean(values: Tensor) -> float:
 
 def _std(values: Tensor) -> float:
     """Standard deviation (n - 1) of the values that are not NaN: 0 for a single one, NaN for none."""
-    numbers = values[~values.isnan()].double()
+    is_number = ~values.isnan()
+    numbers = values[is_number].double()
     if len(numbers) == 0:
         return math.nan
-    return numbers.std().item() if len(numbers) > 1 else 0.0
+    if len(numbers) == 1:
+        return 0.0
+    return numbers.std().item()

@@ -34,8 +34,9 @@ def microbatches_of_ranks(
     max_tokens = learner.tokens_per_microbatch
     num_passes = 0
     if learner.is_sharded:
-        count = len(microbatch_rows(batch, max_tokens, packed=packed))
-        num_passes = int(learner.world.max(torch.tensor(count)))
+        parts = microbatch_rows(batch, max_tokens, packed=packed)
+        count = torch.tensor(len(parts))
+        num_passes = int(learner.world.max(count))
     return microbatches(batch, max_tokens, packed=packed, num_passes=num_passes)
 
 
