@@ -3,15 +3,17 @@
     python train_grpo.py --config configs/tiny_arithmetic.yaml             one process
     torchrun --nproc_per_node=8 train_grpo.py --config FILE.yaml           eight GPUs
 
-P problems, G completions each, F reward functions: of this rank, or where it says so of all ranks.
-B = P*G rows (completions) of this rank, T completion tokens.
+P problems of this rank (of all ranks where a name begins with all_), G completions each, F reward
+functions and the values that they return. B = P*G rows (completions), T completion tokens.
 
 What differs from the DeepSeekMath paper: a completion that no reward could score gets advantage 0;
 the loss is one mean over the optimizer step on all ranks, however it is cut into micro-batches.
 
-To change: the loss of a token, its clip, ratio or KL: grpo/algorithm/loss.py; the advantage:
-grpo/algorithm/advantages.py; a metric: grpo/run/metrics.py; an engine: grpo/rollout/interface.py
-says what it must do, and grpo/run/prepare.py builds it.
+Where to change what, in grpo/:
+    ratio, clip, KL   policy_loss and the functions that it calls, in algorithm/loss.py
+    advantage         group_advantages and has_no_advantage, in algorithm/advantages.py
+    metric            the statistics of policy_loss, or run/metrics.py
+    engine            Engine in rollout/interface.py; run/prepare.py builds it, by rollout.engine
 """
 
 import sys
@@ -23,7 +25,7 @@ import grpo  # noqa: F401  # isort: skip  # before torch, for which it sets envi
 from torch import Tensor
 
 from grpo.algorithm.advantages import (
-    call_own_advantages,
+    call_user_advantages,
     group_advantages,
     normalize_then_sum,
     weighted_sum,
@@ -36,7 +38,7 @@ from grpo.run import debug
 from grpo.run.ending import run_to_completion
 from grpo.run.metrics import record_microbatch
 from grpo.run.optimizer import apply_update, sync_reference_if_due
-from grpo.run.passes import batch_logprobs, microbatches_of_ranks, top_entropy_mask
+from grpo.run.passes import batch_logprobs, rank_microbatches, top_entropy_mask
 from grpo.run.prepare import prepare
 from grpo.run.records import Learner, Run
 from grpo.run.rollouts import replace_equal_groups, sample_and_score
@@ -59,8 +61,7 @@ def train(run: Run) -> None:
             if algorithm.dynamic_sampling:
                 rollout = replace_equal_groups(run, step, rollout)
 
-        # No group is split over ranks. Rewards are gathered since some advantages, and the metrics,
-        # compare those of all ranks.
+        # A group is on one rank. Rewards are gathered for scale="batch", GDPO and the metrics.
         all_values_PGF = world.gather_rows(rollout.values_PGF)
         all_rewards_PG = weighted_sum(all_values_PGF, run.tasks.rewards.weights)
         advantages_PG = world.own_rows(compute_advantages(run, all_values_PGF, all_rewards_PG))
@@ -71,7 +72,7 @@ def train(run: Run) -> None:
             device=world.device,
             mask_truncated=algorithm.mask_truncated_completions,
         )
-        if algorithm.skips_zero_advantage:  # skips their passes: they count in the denominator
+        if algorithm.skips_zero_advantage:  # their rows get no pass; the denominator counts them
             batch = skip_zero_advantage(batch, algorithm.num_minibatches)
 
         with world.timed("logprobs", step.seconds):
@@ -82,7 +83,7 @@ def train(run: Run) -> None:
         with world.timed("update", step.seconds):
             for iteration in range(algorithm.num_iterations):
                 for minibatch in minibatches(batch, algorithm.num_minibatches):
-                    update(learner, step, minibatch, is_first_pass=iteration == 0)
+                    update(learner, step, minibatch, is_first_iteration=iteration == 0)
         sync_reference_if_due(learner, num_steps=step.number + 1)
 
 
@@ -90,7 +91,7 @@ def compute_advantages(run: Run, all_values_PGF: Tensor, all_rewards_PG: Tensor)
     """Advantages ``[P, G]`` of all ranks. A reward that is NaN was not scored."""
     algorithm = run.config.algorithm
     if run.learner.user_advantages is not None:
-        return call_own_advantages(run.learner.user_advantages, all_rewards_PG, all_values_PGF)
+        return call_user_advantages(run.learner.user_advantages, all_rewards_PG, all_values_PGF)
     if algorithm.multi_objective_aggregation == "normalize_then_sum":  # GDPO
         weights = run.tasks.rewards.weights
         return normalize_then_sum(all_values_PGF, weights, eps=algorithm.advantage_eps)
@@ -105,7 +106,7 @@ def compute_advantages(run: Run, all_values_PGF: Tensor, all_rewards_PG: Tensor)
 
 
 def with_old_and_ref_logprobs(learner: Learner, batch: Batch) -> Batch:
-    """Add the constants of the loss: old and reference log-probs, and which tokens are trained."""
+    """Add what the loss takes without gradient: old and reference log-probs, tokens to train."""
     algorithm = learner.config.algorithm
     # With a single update per rollout, the old log-probs are the new ones, detached: see update.
     if algorithm.objective == "dppo_tv":  # its old log-probs are those recorded while sampling
@@ -121,8 +122,8 @@ def with_old_and_ref_logprobs(learner: Learner, batch: Batch) -> Batch:
     return batch
 
 
-def update(learner: Learner, step: Step, minibatch: Batch, *, is_first_pass: bool) -> None:
-    """One optimizer update from this rank's rows of a minibatch."""
+def update(learner: Learner, step: Step, minibatch: Batch, *, is_first_iteration: bool) -> None:
+    """One optimizer update, from this rank's rows of a minibatch."""
     algorithm = learner.config.algorithm
     world = learner.world
     metrics = step.metrics
@@ -135,9 +136,9 @@ def update(learner: Learner, step: Step, minibatch: Batch, *, is_first_pass: boo
         aggregation=algorithm.aggregation,
         max_length=learner.max_length,
     )
-    denominator = world.sum(rank_denominator).clamp(min=1)  # every completion may be masked
+    denominator = world.sum(rank_denominator).clamp(min=1)  # if all are masked
 
-    for micro, is_last in microbatches_of_ranks(learner, minibatch):
+    for micro, is_last in rank_microbatches(learner, minibatch):
         syncs = is_last or learner.config.optim.reduce_each_microbatch
         with gradient_sync(learner.scorer, enabled=syncs):
             # Shifted cross-entropy of the completion's tokens: grpo/algorithm/logprobs.py.
@@ -146,7 +147,7 @@ def update(learner: Learner, step: Step, minibatch: Batch, *, is_first_pass: boo
             old_BT = new_BT.detach() if micro.old_logprobs_BT is None else micro.old_logprobs_BT
             # GRPO: ratio = exp(new - old) (importance_ratio); the loss of a token is
             # -min(ratio * A, clip(ratio, 1 - epsilon, 1 + epsilon_high) * A) (surrogate_loss)
-            # + beta * KL(new, ref) (kl_estimate), averaged over each completion's tokens.
+            # + beta * KL(new, ref) (kl_estimate). Then the mean over the completion's tokens.
             loss_sum, stats = policy_loss(
                 new_BT,
                 old_BT,
@@ -173,9 +174,9 @@ def update(learner: Learner, step: Step, minibatch: Batch, *, is_first_pass: boo
             # DDP and FSDP divide the sum of the ranks' gradients by world.size.
             (loss_sum * world.size / denominator).backward()
         metrics.add_all(stats)
-        metrics.add("loss", loss_sum.detach(), 0)  # the denominator counts once, below
-        record_microbatch(step, algorithm, micro, new_BT, old_BT, entropy_BT, is_first_pass)
-    metrics.add("loss", 0, rank_denominator)
+        metrics.add("loss", loss_sum.detach(), count=0)  # the denominator counts once, below
+        record_microbatch(step, algorithm, micro, new_BT, old_BT, entropy_BT, is_first_iteration)
+    metrics.add("loss", 0, count=rank_denominator)
     if learner.config.debug:
         debug.check_update(learner, metrics)
     apply_update(learner, metrics)  # clips the gradient; all ranks skip one that is not finite

@@ -114,7 +114,7 @@ def normalize_then_sum(values_PGF: Tensor, weights: Sequence[float], *, eps: flo
     return advantages_PG.masked_fill(is_equal_P[:, None], 0.0).to(torch.promote_types(values_PGF.dtype, torch.float32))
 
 
-def call_own_advantages(function: OwnAdvantages, rewards_PG: Tensor, values_PGF: Tensor) -> Tensor:
+def call_user_advantages(function: OwnAdvantages, rewards_PG: Tensor, values_PGF: Tensor) -> Tensor:
     """``[P, G]`` fp32, 0 where a completion has no reward; ValueError on another shape or infinite values."""
     advantages_PG = function(rewards_PG.clone(), values_PGF.clone())
     if not isinstance(advantages_PG, Tensor) or advantages_PG.shape != rewards_PG.shape:

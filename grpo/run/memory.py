@@ -37,13 +37,13 @@ def try_largest_step(run: Run, problems: list[Problem]) -> str:
     learner = run.learner
     sampling = run.sampler.sampling
     G = sampling.num_generations
-    num_groups = config.rollout.prompts_per_step // world.size
-    longest = sorted(problems, key=lambda problem: -len(problem.prompt_ids))[:num_groups]
+    num_problems = config.rollout.prompts_per_step // world.size
+    longest = sorted(problems, key=lambda problem: -len(problem.prompt_ids))[:num_problems]
     prompts = [problem.prompt_ids for problem in longest for _ in range(G)]
     row_tokens = len(prompts[0]) + sampling.max_completion_length
 
     # All groups have the longest prompt, so that no micro-batch is heavier than the first.
-    num_groups //= config.algorithm.num_minibatches
+    num_groups = num_problems // config.algorithm.num_minibatches
     completion = Completion((0,) * sampling.max_completion_length, text="", finished=False)
     groups = [Group(longest[0], (completion,) * G)] * num_groups
     minibatch = collate(groups, torch.zeros(num_groups, G), pad_id=0, device=world.device)
@@ -51,10 +51,10 @@ def try_largest_step(run: Run, problems: list[Problem]) -> str:
     scorer = learner.bare_scorer  # DDP would average the gradients: a collective
 
     def update(tokens: int) -> None:
-        # CUDA graphs keep about five fp32 tensors of vocabulary size for each row of a rollout.
+        # In place of what CUDA graphs keep: about five fp32 tensors of vocabulary size for each row.
         num_kept = 5 * len(prompts) if devices and learner.policy.is_llama else 0
         vocabulary = len(learner.policy.model.get_input_embeddings().weight)
-        _graphs = torch.empty(num_kept, vocabulary, device=world.device)
+        _held = torch.empty(num_kept, vocabulary, device=world.device)
         # Of several micro-batches, the second runs beside the gradients of the first.
         parts = microbatch_rows(minibatch, tokens, packed=scorer.packed)[:2]
         for rows in parts:

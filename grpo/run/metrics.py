@@ -33,11 +33,11 @@ def record_microbatch(
     new_BT: Tensor,
     old_BT: Tensor,
     entropy_BT: Tensor,
-    is_first_pass: bool,
+    is_first_iteration: bool,
 ) -> None:
     """Add a micro-batch's entropy to the metrics.
 
-    The first pass over the batch also adds the difference between sampled and scored log-probs, and
+    The first iteration over the batch also adds the difference between sampled and scored log-probs, and
     keeps the old log-probs, which later passes share.
 
     Args:
@@ -48,7 +48,7 @@ def record_microbatch(
     count = counted_BT.sum()
     entropy = (entropy_BT * counted_BT).sum()
     metrics.add("entropy", entropy, count)
-    if is_first_pass:
+    if is_first_iteration:
         T = old_BT.shape[1]
         step.reported_old_BT[micro.row_B, :T] = old_BT
         # The old log-probs of dppo_tv are the sampler's own.

@@ -49,7 +49,7 @@ class Models:
     moving_reference: dict[str, torch.Tensor]
     """The reference's weights by name, for checkpoints, if they change during training (``ref_sync_steps``)."""
     sampler: Policy
-    """The policy that the built-in engine samples with: under FSDP its model is this rank's own."""
+    """The policy that the built-in engine samples with: under FSDP its model is one of this rank alone."""
     gathered: GatheredWeights | None
     """Fills the sampler's model under FSDP; None: the sampler is the policy, or vLLM samples."""
 
@@ -106,34 +106,34 @@ def build_models(
             store_frozen_in_bf16(reference)
         return reference
 
-    def made(load: Callable[[], Policy]) -> tuple[Policy, CompletionScorer, nn.Module | None]:
+    def make(load: Callable[[], Policy]) -> tuple[Policy, CompletionScorer, nn.Module | None]:
         if is_sharded:
             return _load_sharded(config, world, tokenizer, load)
         policy = load()
         return policy, CompletionScorer(policy.model, config.rollout.temperature), None
 
-    def checked(policy: Policy, scorer: CompletionScorer) -> str | None:
-        check = partial(
+    def check(policy: Policy, scorer: CompletionScorer) -> str | None:
+        check_this = partial(
             check_model,
             policy,
             scorer,
             disable_dropout=config.model.disable_dropout,
             reach=config.data.max_prompt_length + config.rollout.max_completion_length,
         )
-        return compute_inside(scorer, check)
+        return compute_inside(scorer, check_this)
 
     ref_scorer = None
     with together():
-        policy, scorer, own = made(load_trained)
+        policy, scorer, sampling_model = make(load_trained)
         if not is_sharded:
             policy.model.eval()  # dropout would draw random numbers
             policy.unreached = freeze_unreached(policy.model, policy.score_one_token(scorer))
         if algorithm.beta > 0 and config.uses_lora and reference_path is None:
             ref_scorer = lora.AdapterReference(policy, scorer)
         elif algorithm.beta > 0:
-            reference, ref_scorer, _ = made(load_reference)
+            reference, ref_scorer, _ = make(load_reference)
 
-    with world.fail_together():  # under FSDP each rank reads its own shares of the states
+    with world.fail_together():  # under FSDP each rank reads its shares of the states
         moving_reference = _moving_reference(config, ref_scorer, policy)
         optimizer, lr_schedule = _optimizer(
             config,
@@ -144,17 +144,17 @@ def build_models(
         )
 
     with together():
-        why_padded = checked(policy, scorer)
+        why_padded = check(policy, scorer)
         if isinstance(ref_scorer, CompletionScorer):
-            checked(reference, ref_scorer)
+            check(reference, ref_scorer)
     policy.model.train()
 
     sampler = policy
     gathered = None
-    if own is not None and config.rollout.engine != "vllm":
-        own.set_attn_implementation(policy.model.config._attn_implementation)
-        sampler = replace(policy, model=own)
-        gathered = GatheredWeights(scorer, policy.model, own)
+    if sampling_model is not None and config.rollout.engine != "vllm":
+        sampling_model.set_attn_implementation(policy.model.config._attn_implementation)
+        sampler = replace(policy, model=sampling_model)
+        gathered = GatheredWeights(scorer, policy.model, sampling_model)
     return Models(
         policy=policy,
         scorer=scorer,
@@ -221,8 +221,8 @@ def _load_sharded(
     # The modules are sent, not built again: ties, buffers and adapters are those of the model that rank 0 has loaded.
     policy = replace(world.from_main(empty), device=world.device, tokenizer=tokenizer)
     scorer = CompletionScorer(policy.model, config.rollout.temperature)
-    own = copy.deepcopy(policy.model).requires_grad_(False)
-    for module in own.modules():
+    sampling_model = copy.deepcopy(policy.model).requires_grad_(False)
+    for module in sampling_model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = buffer.to(world.device)
@@ -234,7 +234,7 @@ def _load_sharded(
         shard_size=config.runtime.shard_size,
         to_host=config.runtime.offload == "all",
     )
-    return policy, scorer, own
+    return policy, scorer, sampling_model
 
 
 def _moving_reference(config: Config, ref_scorer: Any, policy: Policy) -> dict[str, torch.Tensor]:

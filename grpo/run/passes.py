@@ -18,13 +18,13 @@ from grpo.distributed import give_back
 from grpo.run.records import Learner
 
 
-def microbatches_of_ranks(
+def rank_microbatches(
     learner: Learner,
     batch: Batch,
     *,
     packed: bool | None = None,
 ) -> Iterator[tuple[Batch, bool]]:
-    """Yield ``(micro-batch, is_last)``; under FSDP the same number on every rank.
+    """Yield ``(micro-batch, is_last)`` of this rank; under FSDP as many as on any other rank.
 
     Args:
         packed: prompts are computed once per group. Default: as the policy's scorer does.
@@ -66,7 +66,7 @@ def batch_logprobs_and_entropies(
         learner.policy.autocast(),
         learner.reporter.bar("log-probs", len(batch), "row") as bar,
     ):
-        for micro, _ in microbatches_of_ranks(learner, batch, packed=scorer.packed):
+        for micro, _ in rank_microbatches(learner, batch, packed=scorer.packed):
             micro_logprobs_BT, micro_entropies_BT = scorer(*micro.scorer_inputs)
             # The longest completion of these rows may be shorter than that of the batch.
             t = micro_logprobs_BT.shape[1]

@@ -77,7 +77,8 @@ def prepare(config: Config, world: World, objects: Objects | None = None) -> Run
     """Check and build everything; None if the run is already complete.
 
     Args:
-        objects: of a program that goes on after the run; None for a process that ends with the run.
+        objects: rewards, tools and rows that a calling program passes, which goes on after the run;
+            None: the process ends with the run.
 
     Raises:
         ValueError: on a user error, with a message of one line.
@@ -141,8 +142,8 @@ def _prepare(
     max_steps = config.optim.max_steps
     if max_steps is None:
         max_steps = max(math.ceil(config.optim.num_epochs * schedule.steps_per_epoch), 1)
-    is_evaluated = not progress.evaluation_is_due(config.eval, max_steps)
-    if progress.step >= max_steps and is_evaluated:
+    has_evaluation_left = progress.evaluation_is_due(config.eval, max_steps)
+    if progress.step >= max_steps and not has_evaluation_left:
         if world.is_main:
             print(f"already complete: {checkpoint}, step {progress.step} of {max_steps}; a new output_dir starts anew")
         return None

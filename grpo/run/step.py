@@ -46,7 +46,7 @@ class Step:
     reported_old_BT: Tensor | None = None
     """Old log-probs, for the records of completions.
 
-    They start as the sampler's. The first pass over the batch overwrites the rows that it computes.
+    They start as the sampler's. The first iteration over the batch overwrites the rows that it computes.
     """
 
     def keep_for_metrics(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo.algorithm.advantages import OwnAdvantages, call_own_advantages
+from grpo.algorithm.advantages import OwnAdvantages, call_user_advantages
 from grpo.algorithm.loss import OwnObjective, policy_loss
 from grpo.config import Config
 from grpo.config.algorithm import is_own
@@ -110,4 +110,4 @@ def _try_advantages(function: OwnAdvantages, config: Config) -> None:
     rewards_PG = torch.arange(2.0 * G).view(2, G)
     rewards_PG[1, 0] = torch.nan
     values_PGF = rewards_PG[..., None].expand(2, G, F)
-    call_own_advantages(function, rewards_PG, values_PGF)
+    call_user_advantages(function, rewards_PG, values_PGF)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from grpo.algorithm.advantages import (
-    call_own_advantages,
+    call_user_advantages,
     group_advantages,
     has_equal_rewards,
     has_no_advantage,
@@ -230,10 +230,10 @@ def test_advantages_of_the_user():
     """They see rewards and the values of each function; a completion without a reward gets 0, whatever they give it."""
     values_PGF = torch.tensor([[[1.0, 0.0], [0.0, 2.0]], [[NAN, NAN], [1.0, 1.0]]])
     rewards_PG = weighted_sum(values_PGF, [1.0, 0.5])
-    advantages_PG = call_own_advantages(lambda rewards, values: rewards * 2 + values[..., 1], rewards_PG, values_PGF)
+    advantages_PG = call_user_advantages(lambda rewards, values: rewards * 2 + values[..., 1], rewards_PG, values_PGF)
     assert advantages_PG.tolist() == [[2.0, 4.0], [0.0, 4.0]]
     for wrong, got in ((lambda r, v: r[:1], r"\(1, 2\)"), (lambda r, v: 1.0, "float"), (lambda r, v: r / 0, "finite")):
         with pytest.raises(ValueError, match=f"algorithm.advantages must return .*{got}"):
-            call_own_advantages(wrong, rewards_PG, values_PGF)
-    advantages_PG = call_own_advantages(lambda rewards, values: rewards.mul_(0), rewards_PG, values_PGF)
+            call_user_advantages(wrong, rewards_PG, values_PGF)
+    advantages_PG = call_user_advantages(lambda rewards, values: rewards.mul_(0), rewards_PG, values_PGF)
     assert advantages_PG.abs().sum() == 0 and rewards_PG[0].tolist() == [1.0, 1.0], "works on a copy"

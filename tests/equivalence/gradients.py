@@ -127,7 +127,7 @@ def two_updates(run: Run, *, skips: bool) -> tuple[dict[str, torch.Tensor], dict
     before = {name: p.detach().clone() for name, p in run.learner.policy.model.named_parameters()}
     step = Step(0)
     for _ in range(2):
-        update(run.learner, step, batch, is_first_pass=False)
+        update(run.learner, step, batch, is_first_iteration=False)
     moved = {name: before[name] - p.detach() for name, p in run.learner.policy.model.named_parameters()}
     return moved, step.metrics.reduce(world)
 

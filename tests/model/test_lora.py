@@ -178,7 +178,7 @@ def test_an_update_equals_one_in_float64(random_model, tmp_path):
         change(run.learner.policy, seed=0)
         groups, batch = a_batch()
         before = {name: p.detach().double().clone() for name, p in adapter_parameters(run.learner.policy.model).items()}
-        update(run.learner, Step(0), batch, is_first_pass=False)
+        update(run.learner, Step(0), batch, is_first_iteration=False)
         after = {name: p.detach().double() for name, p in adapter_parameters(run.learner.policy.model).items()}
         trained = [p for group in run.learner.optimizer.param_groups for p in group["params"]]
         assert sum(p.numel() for p in trained) == sum(tensor.numel() for tensor in before.values())
