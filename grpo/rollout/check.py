@@ -29,8 +29,7 @@ def check_model(
 ) -> str | None:
     """Compare log-probs of a few short rows, computed in all ways, and switch on the fast ways that are right.
 
-    Without this check, scoring and sampling compute in the slow ways that are right for every model.
-    It sets ``scorer.plain_head``, ``scorer.packed`` and ``policy.is_llama``, and changes no global
+    Before it, scoring and sampling compute in the slow ways that are right for every model. It sets ``scorer.plain_head``, ``scorer.packed`` and ``policy.is_llama``, and changes no global
     random number. All ranks call it together, of a sharded model inside of the root's forward pass.
 
     Args:
@@ -162,7 +161,7 @@ def _is_llama(policy: Policy, scorer: CompletionScorer, batch: Batch) -> bool:
     """True if decode steps of :class:`LlamaDecoder` give the log-probs of the model's own modules."""
     if not has_llama_layers(policy.backbone):
         return False
-    # Some models scale queries by position.
+    # At the end of the context too: some models scale queries by position.
     far = (policy.context_length or 2**20) - LENGTH - 6
     expected_N = _decoded(policy, scorer, batch, far=far)
     try:

@@ -103,6 +103,7 @@ def _prepare(
     ends_process = objects is None or not world.is_alone
     objects = objects or Objects()
 
+    # What the run reads, and where it starts.
     lock = Lock()
     on_failure.callback(lock.release)
     found = None
@@ -122,6 +123,7 @@ def _prepare(
     progress = Progress.from_state(start.state)
     progress.forget_chosen(config)
 
+    # Problems, and the number of steps.
     with world.fail_together():
         tokenizer, train, evaluation = _tokenize(config, path, inputs)
         if reference is not None:
@@ -148,11 +150,13 @@ def _prepare(
             print(f"already complete: {checkpoint}, step {progress.step} of {max_steps}; a new output_dir starts anew")
         return None
 
+    # Models: from here on a start takes memory and time.
     models = build_models(config, world, path, tokenizer, max_steps, start, reference)
     policy = models.policy
     eval_problems = evaluation.problems[: config.eval.max_samples]
     tasks = Tasks(schedule, eval_problems, inputs.rewards, inputs.tools)
 
+    # Output.
     mask_command_line()
     facts = environment(world.size)
     facts["from_step"] = progress.step
@@ -170,6 +174,7 @@ def _prepare(
     )
     on_failure.callback(reporter.close)
 
+    # Engine.
     warn = partial(_print_from_rank, world, reporter)
     prompt_ids = train.problems[0].prompt_ids
     engine = _build_engine(config, world, models, path, prompt_ids, warn)
@@ -179,6 +184,7 @@ def _prepare(
         with world.fail_together():
             engine.check()
 
+    # Records.
     notes = prove_update(world, policy, models.scorer, config.optim.tokens_per_microbatch)
     for note in notes:
         reporter.print(note)
@@ -213,6 +219,7 @@ def _prepare(
         log=Log(reporter, saver, signals, lock),
         max_steps=max_steps,
     )
+    # What a person should know before the first step.
     print_summary(run, train, evaluation, models.why_padded, checkpoint)
     tries = config.runtime.try_largest_step
     if tries is None:

@@ -34,8 +34,7 @@ def sample_and_score(
 
     Args:
         problems: this rank's; there may be none.
-        are_substitutes: the problems are a few of the step's; a reward that fails on all of their
-            completions is not broken.
+        are_substitutes: the problems replace a few of the step's.
 
     Raises:
         Interrupted: on all ranks, if a signal asks any of them to stop.
@@ -66,6 +65,7 @@ def sample_and_score(
     for row, completion in enumerate(completions):
         for column, values in result.extra.items():
             completion.logged[column] = values[row]
+    # A function that fails on a few substitutes alone is not broken.
     add_outcome(step.metrics, result, world, is_checked=not are_substitutes)
     values_PGF = _with_nan(result.values).view(len(groups), sampling.num_generations, len(names))
     return Rollout(groups, values_PGF)
@@ -97,6 +97,7 @@ def replace_equal_groups(run: Run, step: Step, rollout: Rollout) -> Rollout:
             problem = run.tasks.problems.substitute(step.number, p, attempt)
             if problem is not None:
                 substitutes[p] = problem
+        # A rank without any goes on with the others: sampling and scoring have votes.
         if run.world.all_true(not substitutes):
             break
 

@@ -29,7 +29,7 @@ def remaining_steps(run: Run) -> Iterator[Step]:
     """
     log = run.log
     progress = run.progress
-    # Before training, or where a stop has cut off the evaluation of the last step.
+    # It is due before training, or where a stop has cut off the evaluation of the last step.
     evaluation = evaluate_if_due(run)
     if evaluation and progress.step > 0:
         log.saver.save_if_due(evaluation)
@@ -94,8 +94,8 @@ def _evaluate(run: Run) -> dict[str, float]:
         eval_sampling(config),
         tokens_in_flight=run.sampler.sampling.tokens_in_flight,
     )
-    num_passes = 1 if sampling.is_greedy else 2
-    total = num_passes * len(world.own_rows(problems))
+    num_evaluations = 1 if sampling.is_greedy else 2  # greedy, and sampled
+    total = num_evaluations * len(world.own_rows(problems))
     seconds: dict[str, float] = {}
     with (
         world.timed("eval", seconds),
