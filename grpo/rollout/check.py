@@ -29,8 +29,9 @@ def check_model(
 ) -> str | None:
     """Compare log-probs of a few short rows, computed in all ways, and switch on the fast ways that are right.
 
-    Before it, scoring and sampling compute in the slow ways that are right for every model. It sets ``scorer.plain_head``, ``scorer.packed`` and ``policy.is_llama``, and changes no global
-    random number. All ranks call it together, of a sharded model inside of the root's forward pass.
+    Before it, scoring and sampling compute in the slow ways that are right for every model. It sets
+    ``scorer.plain_head``, ``scorer.packed`` and ``policy.is_llama``, and changes no global random
+    number. All ranks call it together, of a sharded model inside of the root's forward pass.
 
     Args:
         disable_dropout: switch all randomness off, which packed rows and the written-out decode
