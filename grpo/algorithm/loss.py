@@ -8,6 +8,7 @@ micro-batch's sum by that number.
 """
 
 from collections.abc import Callable
+from typing import get_args
 
 import torch
 from torch import Tensor
@@ -346,6 +347,7 @@ def _check_shapes(logprobs_BT: Tensor, advantages_B: Tensor, others: dict[str, T
 
 
 def _check_aggregation(aggregation: Aggregation, max_length: float | None) -> None:
-    check_choice("aggregation", aggregation, Aggregation)
+    if aggregation not in get_args(Aggregation):
+        raise ValueError(f"aggregation={aggregation!r}: use response_mean, token_mean or constant")
     if aggregation == "constant" and not max_length:
         raise ValueError("aggregation='constant' divides by responses x max_length: give max_length in tokens")
