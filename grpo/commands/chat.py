@@ -29,7 +29,6 @@ from grpo.rewards.scores import score_groups
 from grpo.rollout import Engine, SamplingParams
 from grpo.system import printable
 from grpo.telemetry.terminal import end_without_reader
-from grpo.turns.engine import TurnsEngine
 from grpo.turns.tools import Tools
 
 
@@ -73,9 +72,9 @@ def main(argv: list[str]) -> None:
         at_end.callback(engine.close)
         at_end.enter_context(engine.weights())
         if options.prompt is None:
-            talk(engine, config, options)
+            talk(engine, tools, config, options)
         else:
-            show_samples(engine, config, options, columns, rewards)
+            show_samples(engine, tools, config, options, columns, rewards)
 
 
 def _column(item: str) -> tuple[str, Any]:
@@ -89,7 +88,7 @@ def _column(item: str) -> tuple[str, Any]:
 
 
 def _sample(
-    engine: Engine, config: Config, options: argparse.Namespace, prompt: str | list[dict[str, str]],
+    engine: Engine, tools: Tools | None, config: Config, options: argparse.Namespace, prompt: str | list[dict[str, str]],
     columns: dict[str, Any], *, num_samples: int, turn: int,
 ) -> Group:  # fmt: skip
     """Sample completions of one prompt. ``ValueError`` if prompt and completion together exceed the model's context."""
@@ -98,7 +97,7 @@ def _sample(
     source = f"the chat (context of {context_length} tokens, rollout.max_completion_length={max_tokens})"
     rows = Rows(source, [prompt], [columns], instructions_of(config.data, config.data.dataset))
     data = config.data.model_copy(update={"max_prompt_length": context_length - max_tokens})
-    schemas_of = engine.tools.schemas_of if isinstance(engine, TurnsEngine) else None
+    schemas_of = None if tools is None else tools.schemas_of
     problems = make_problems(rows, data, engine.policy.tokenizer, schemas_of=schemas_of).problems
     temperature = r.temperature if options.temperature is None else options.temperature
     filters = dict(top_p=r.top_p, top_k=r.top_k, min_p=r.min_p, stop=tuple(r.stop))
@@ -107,7 +106,7 @@ def _sample(
     return group
 
 
-def talk(engine: Engine, config: Config, options: argparse.Namespace) -> None:
+def talk(engine: Engine, tools: Tools | None, config: Config, options: argparse.Namespace) -> None:
     """Hold a conversation, one line of standard input a turn."""
     is_terminal = sys.stdin.isatty()
     if is_terminal:
@@ -120,7 +119,7 @@ def talk(engine: Engine, config: Config, options: argparse.Namespace) -> None:
             messages = []
         elif line.strip():
             messages.append({"role": "user", "content": line.rstrip("\n")})
-            group = _sample(engine, config, options, messages, {}, num_samples=1, turn=turn)
+            group = _sample(engine, tools, config, options, messages, {}, num_samples=1, turn=turn)
             (completion,) = group.completions
             messages += getattr(completion, "messages", None) or [{"role": "assistant", "content": completion.text}]
             print(printable(completion.transcript) + ("" if completion.finished else " [truncated]"), flush=True)
@@ -129,10 +128,15 @@ def talk(engine: Engine, config: Config, options: argparse.Namespace) -> None:
 
 
 def show_samples(
-    engine: Engine, config: Config, options: argparse.Namespace, columns: dict[str, Any], rewards: RewardRunner | None
+    engine: Engine,
+    tools: Tools | None,
+    config: Config,
+    options: argparse.Namespace,
+    columns: dict[str, Any],
+    rewards: RewardRunner | None,
 ) -> None:
     """Print completions of one prompt, each with all its rewards, as in a training step."""
-    group = _sample(engine, config, options, options.prompt, columns, num_samples=options.samples, turn=0)
+    group = _sample(engine, tools, config, options, options.prompt, columns, num_samples=options.samples, turn=0)
     values = score_groups(rewards, [group]).values if rewards else [[]] * options.samples
     for number, (completion, row) in enumerate(zip(group.completions, values, strict=True), 1):
         shown = ""
