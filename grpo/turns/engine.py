@@ -357,9 +357,6 @@ class TurnsEngine:
         self._reported: set[str] = set()
         """The names of tools that a warning has been printed about."""
 
-    def __str__(self) -> str:
-        return str(self.engine)
-
     def check(self) -> None:
         """ValueError unless the chat template can render the turns of the run. Prints notes."""
         if self.tools.function:

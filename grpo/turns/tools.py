@@ -140,16 +140,6 @@ class Tools:
             tools |= info.tools
         return list(tools)
 
-    @property
-    def summary(self) -> str:
-        """One line about the tools and environments."""
-        environments = [info.name for info in self.environments.values()]
-        parts = []
-        for kind, names in (("tools", self.names), ("environment", environments)):
-            if names:
-                parts.append(f"{kind} {', '.join(names)}")
-        return "; ".join(parts) or f"rollout.function {self.function}"
-
     def reward_specs(self, functions: Sequence[Any]) -> list[Any]:
         """The reward functions, and those of the environments, of weight 1.
 

@@ -69,7 +69,7 @@ class VLLMEngine:
         # In a thread of its own: in a notebook this thread has a loop already.
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
         with world.fail_together():
-            self.vllm_version, *_ = self.wait_for(self._for_all(self._check))
+            self.wait_for(self._for_all(self._check))
 
     @contextmanager
     def weights(self) -> Iterator[None]:
@@ -133,10 +133,6 @@ class VLLMEngine:
         shutil.rmtree(self.folder.path, ignore_errors=True)
         self.on_close()
 
-    def __str__(self) -> str:
-        """``vLLM 0.32.0 at http://host:8000``."""
-        return f"vLLM {self.vllm_version} at {', '.join(server.address for server in self.servers)}"
-
     def wait_for(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         """Its result. An exception that a signal handler raises here cancels it, so that servers stop computing.
 
@@ -156,8 +152,8 @@ class VLLMEngine:
         async with session() as http:
             return await asyncio.gather(*(call(server, http, *args) for server in self.servers))
 
-    async def _check(self, server: Server, http: httpx.AsyncClient) -> str:
-        """vLLM's version; the server gets the name of its model. ServerError if its log-probs would be wrong."""
+    async def _check(self, server: Server, http: httpx.AsyncClient) -> None:
+        """Give the server the name of its model. ServerError if its log-probs would be wrong."""
         server.model = (await server.call(http, "GET", "/v1/models")).json()["data"][0]["id"]
         settings = (await server.call(http, "GET", "/server_info?config_format=json")).json()["vllm_config"]
         weights = (await server.call(http, "GET", "/weight_info")).json()["weight_version"]
@@ -167,7 +163,6 @@ class VLLMEngine:
             raise ServerError(f"{server} has the weights of another run, which an adapter is not for: start it again")
         if settings["device_config"]["device"] == "cpu" and any(p.dim() == 3 for p in self.policy.model.parameters()):
             raise ServerError(f"{server} does not reload a mixture's experts on the CPU: use rollout.engine=builtin")
-        return (await server.call(http, "GET", "/version")).json()["version"]
 
     async def _load(
         self,
