@@ -32,15 +32,16 @@ def problems(a) -> list[dict]:
 
 
 def ours(a, wait_for_turn) -> dict:
+    import grpo.run.steps
     import train_grpo
 
-    run_step = train_grpo.run_step  # the first call of a step, before its clock starts
+    make_step = grpo.run.steps.Step  # the first call of a step, before its clock starts
 
-    def in_turn(*args):
+    def in_turn(number):
         wait_for_turn()
-        return run_step(*args)
+        return make_step(number)
 
-    train_grpo.run_step = in_turn
+    grpo.run.steps.Step = in_turn
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "rows.jsonl"
         data.write_text("".join(json.dumps(row) + "\n" for row in problems(a)), encoding="utf-8")
