@@ -88,9 +88,16 @@ def _column(item: str) -> tuple[str, Any]:
 
 
 def _sample(
-    engine: Engine, tools: Tools | None, config: Config, options: argparse.Namespace, prompt: str | list[dict[str, str]],
-    columns: dict[str, Any], *, num_samples: int, turn: int,
-) -> Group:  # fmt: skip
+    engine: Engine,
+    tools: Tools | None,
+    config: Config,
+    options: argparse.Namespace,
+    prompt: str | list[dict[str, str]],
+    columns: dict[str, Any],
+    *,
+    num_samples: int,
+    turn: int,
+) -> Group:
     """Sample completions of one prompt. ``ValueError`` if prompt and completion together exceed the model's context."""
     r, context_length = config.rollout, engine.policy.context_length or 10**9
     max_tokens = r.max_completion_length
