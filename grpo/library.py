@@ -177,9 +177,12 @@ def _load_page() -> Callable[[Any], None]:
     if found and Path(found.origin or "").resolve() != PAGE:  # a folder has no origin
         other = found.origin or found.name
         raise ValueError(f"{other} hides {PAGE}, which grpo.train() runs: rename it")
-    from train_grpo import train
-
-    return train
+    if not found:
+        raise ValueError(f"Python finds no train_grpo, which is {PAGE}: pip install -e {PAGE.parent}")
+    # Run anew in each call: a person may have edited the page since the last one.
+    page = importlib.util.module_from_spec(found)
+    found.loader.exec_module(page)
+    return page.train
 
 
 def _read_arguments(

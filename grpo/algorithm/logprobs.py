@@ -61,8 +61,8 @@ class CompletionScorer(nn.Module):
         """Set ``plain_head``: whether the logits of these tokens are ``head(backbone(ids))`` and nothing else.
 
         Models that scale or cap their logits (Gemma 2, Cohere, Granite) or have no separate backbone
-        are scored from the logits that the whole model returns. A cap of 30 changes bits of logits
-        of 0.3, too, so the head's output is compared bit by bit.
+        are scored from the logits that the whole model returns, and so are heads that compute
+        another product than ``nn.Linear``.
         """
         backbone = self.model.base_model
         head = self.model.get_output_embeddings()
@@ -70,11 +70,26 @@ class CompletionScorer(nn.Module):
             return
         hidden_BSH = backbone(input_ids=ids_BS, use_cache=False).last_hidden_state
         seen = []
-        hook = head.register_forward_hook(lambda module, inputs, output: seen.extend((*inputs, output)))
-        logits_BSV = self.model(input_ids=ids_BS, use_cache=False).logits
-        hook.remove()
-        is_of_hidden = torch.allclose(seen[0], hidden_BSH, rtol=1e-3, atol=1e-4)
-        self.plain_head = is_of_hidden and torch.equal(seen[1].float(), logits_BSV.float())
+
+        def replace_output(module: nn.Module, inputs: tuple, output: Tensor) -> Tensor:
+            seen.append(output)
+            # From -1000 to 1000: a cap at 30 would not change small logits.
+            ramp_V = torch.linspace(-1000.0, 1000.0, output.shape[-1], dtype=output.dtype, device=output.device)
+            seen.append(ramp_V.expand_as(output))
+            return seen[-1]
+
+        hook = head.register_forward_hook(replace_output)
+        try:
+            logits_BSV = self.model(input_ids=ids_BS, use_cache=False).logits
+        finally:
+            hook.remove()
+        output_BSV, ramp_BSV = seen
+        # They may be stored in bf16.
+        weight = head.weight.to(hidden_BSH.dtype)
+        bias = None if head.bias is None else head.bias.to(hidden_BSH.dtype)
+        expected_BSV = F.linear(hidden_BSH, weight, bias).float()
+        is_product = torch.allclose(expected_BSV, output_BSV.float(), rtol=1e-3, atol=1e-4)
+        self.plain_head = is_product and torch.equal(logits_BSV.float(), ramp_BSV.float())
 
     def forward(
         self,

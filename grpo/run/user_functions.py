@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from grpo.algorithm.advantages import OwnAdvantages, call_user_advantages
 from grpo.algorithm.loss import OwnObjective, policy_loss
@@ -62,45 +63,52 @@ def _load(config: Config, key: str, trial: Callable[..., None], files: dict[str,
 
 
 def _try_objective(function: OwnObjective, config: Config) -> None:
-    """Check the gradient of the loss of rows of 2, 1 and 0 tokens.
+    """Check loss and gradient of rows of 2, 1 and 0 tokens, with ratios above, below and at 1.
 
-    It must be the same for each row alone and with more padding, as in other micro-batches.
+    They must be the same for each row alone and with more padding, as in other micro-batches.
     """
     logprobs_BT = torch.tensor(
         [
-            [-1.1, -2.2, 0.0, 0.0],
-            [-1.0, 0.0, 0.0, 0.0],
-            [0.0, 0.0, 0.0, 0.0],
+            [-1.1, -2.2],
+            [-1.0, 0.0],
+            [0.0, 0.0],
         ],
         requires_grad=True,
     )
     mask_BT = logprobs_BT < 0
-    # So the second row has a ratio of 1, as in a first update, and the first row has not.
-    old_logprobs_BT = logprobs_BT.detach().round()
+    change_BT = torch.zeros(3, 2)
+    change_BT[0] = torch.tensor([0.1, -0.2])
+    old_logprobs_BT = logprobs_BT.detach() - change_BT
     advantages_B = torch.tensor([1.0, -1.0, 2.0])
 
-    def gradient_of(rows: slice, T: int) -> Tensor:
+    def loss_of(rows: slice, num_padding: int = 0) -> Tensor:
+        padding = (0, num_padding)
         loss_sum, _ = policy_loss(
-            logprobs_BT[rows, :T],
-            old_logprobs_BT[rows, :T],
+            pad(logprobs_BT[rows], padding),
+            pad(old_logprobs_BT[rows], padding),
             advantages_B[rows],
-            mask_BT[rows, :T],
+            pad(mask_BT[rows], padding),
             objective=function,
         )
-        return torch.autograd.grad(loss_sum, logprobs_BT)[0]
+        return loss_sum
 
-    gradient_BT = gradient_of(slice(3), 2)
+    loss = loss_of(slice(3))
+    (gradient_BT,) = torch.autograd.grad(loss, logprobs_BT)
     if not gradient_BT.any():
         raise ValueError("the loss has no gradient: compute it from logprobs_BT or ratio_BT")
-    if not gradient_BT.isfinite().all():
-        raise ValueError(f"the gradient of the loss is not finite: {gradient_BT.tolist()}")
+    if not (loss.isfinite() and gradient_BT.isfinite().all()):
+        values = f"loss {loss.item()} or gradient {gradient_BT.tolist()}"
+        raise ValueError(f"{values} is not finite")
 
-    row_by_row_BT = sum(gradient_of(slice(b, b + 1), 4) for b in range(3))
-    if not torch.allclose(gradient_BT, row_by_row_BT, atol=1e-6):
-        raise ValueError(
-            "the loss of a row depends on the other rows or on the number of padding columns, "
-            "and so the update on how the batch is cut"
-        )
+    row_by_row = [loss_of(slice(b, b + 1)) for b in range(3)]
+    for other_loss in (sum(row_by_row), loss_of(slice(3), num_padding=2)):
+        (other_BT,) = torch.autograd.grad(other_loss, logprobs_BT)
+        is_same = torch.isclose(loss, other_loss)
+        if not is_same or not torch.allclose(gradient_BT, other_BT, atol=1e-6):
+            raise ValueError(
+                "the loss of a row depends on the other rows or on the number of padding columns, "
+                "and so the update on how the batch is cut"
+            )
 
 
 def _try_advantages(function: OwnAdvantages, config: Config) -> None:

@@ -184,12 +184,12 @@ def test_a_default_that_does_not_fit_is_lowered(tmp_path, long_model):
     continued = run_with(4000, *arguments, tmp_path=tmp_path)
     assert not chosen(continued, "optim.tokens_per_microbatch") and "step 2/2" in continued.stdout
     assert results_of(output, 2) == whole
-    shutil.rmtree(output / "checkpoint-2")  # the value itself may be set, another one may not
+    shutil.rmtree(output / "checkpoint-2")  # the value itself may be set, and so may another one
     same = run_with(4000, *arguments, f"optim.tokens_per_microbatch={value}", tmp_path=tmp_path)
     assert same.returncode == 0, same.stderr[-3000:]
     shutil.rmtree(output / "checkpoint-2")
     other = run_with(4000, *arguments, "optim.tokens_per_microbatch=900", tmp_path=tmp_path)
-    assert other.returncode == 2 and "optim.tokens_per_microbatch: checkpoint 16384, now 900" in other.stderr
+    assert other.returncode == 0 and state_of(output, 2)["tokens_per_microbatch"] is None, other.stderr[-3000:]
 
 
 @pytest.mark.slow

@@ -74,7 +74,7 @@ constant = 3
         ("objective", "no_gradient", "the loss has no gradient: compute it from logprobs_BT or ratio_BT"),
         ("objective", "scalar", r"got \(\)"),
         ("objective", "numpy_array", "got ndarray"),
-        ("objective", "not_at_1", "the gradient of the loss is not finite: .*nan"),
+        ("objective", "not_at_1", "loss nan or gradient .* is not finite"),
         ("objective", "over_rows", "the loss of a row depends on the other rows or on"),
         ("objective", "per_width", "or on the number of padding columns, and so the update on how the batch is cut"),
         ("objective", "gradient_of_the_mean", "the loss of a row depends on the other rows"),
