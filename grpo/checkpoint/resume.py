@@ -170,7 +170,7 @@ def read_start_point(
         )
     if folder.parent.resolve() != Path(config.output_dir).resolve():
         # A branch of a run in another folder: that run's wandb run and best checkpoint are not continued.
-        state = state | {"best": None, "wandb_run_id": None, "line": None}
+        state = state | {"best": None, "wandb_run_id": None}
     return StartPoint(folder, origin or state["origin"], state, changes, data_fingerprint, content)
 
 

@@ -51,6 +51,8 @@ class Progress:
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Progress:
         """The progress saved in a checkpoint's state; missing names keep their defaults."""
+        # The name of the line in checkpoints of an earlier version.
+        state = {"line": state.get("unwritten_line"), **state}
         return cls(**{f.name: state[f.name] for f in dataclasses.fields(cls) if f.name in state})
 
     def choose(self, config: Config, key: str, value: int) -> bool:
@@ -76,7 +78,7 @@ class Progress:
 
     def evaluation_is_due(self, settings: EvalConfig, max_steps: int) -> bool:
         """True if the newest weights are to be evaluated, and have not been."""
-        if self.evaluated_step == self.step:
+        if self.evaluated_step == self.step or self.step > max_steps:
             return False
         if self.step == 0:
             return settings.before_training

@@ -144,7 +144,8 @@ def _prepare(
     max_steps = config.optim.max_steps
     if max_steps is None:
         max_steps = max(math.ceil(config.optim.num_epochs * schedule.steps_per_epoch), 1)
-    has_evaluation_left = progress.evaluation_is_due(config.eval, max_steps)
+    is_due = progress.evaluation_is_due(config.eval, max_steps)
+    has_evaluation_left = is_due and bool(evaluation.problems)
     if progress.step >= max_steps and not has_evaluation_left:
         if world.is_main:
             print(f"already complete: {checkpoint}, step {progress.step} of {max_steps}; a new output_dir starts anew")
@@ -163,12 +164,15 @@ def _prepare(
     facts["num_parameters"] = num_parameters(policy.model)
     facts["num_eval_problems"] = len(eval_problems)
     _open_output(config, world, checkpoint, lock, facts)
+    # In a folder of another run the line of the last step is not written, unless its evaluation is
+    # still to be made.
+    is_own = checkpoint is not None and checkpoint.parent.resolve() == Path(config.output_dir).resolve()
     reporter = Reporter(
         config,
         is_main=world.is_main,
         first_step=progress.step,
         max_steps=max_steps,
-        newest_line=progress.line,
+        newest_line=progress.line if is_own or has_evaluation_left else None,
         wandb_run_id=start.state.get("wandb_run_id"),
         environment=facts,
     )

@@ -52,7 +52,7 @@ def remaining_steps(run: Run) -> Iterator[Step]:
         line = step_line(run, step)
         progress.complete_step(line)
         report_details(run, step)
-        log.reporter.step(line)
+        log.reporter.step(line, evaluation_follows=_evaluation_is_due(run))
 
         log.saver.save_if_due(evaluate_if_due(run))
         is_last = progress.step == run.max_steps
@@ -72,15 +72,20 @@ def remaining_steps(run: Run) -> Iterator[Step]:
 def evaluate_if_due(run: Run) -> dict[str, float]:
     """The ``eval/...`` metrics of the newest weights, if an evaluation is due; else empty."""
     progress = run.progress
-    if not progress.evaluation_is_due(run.config.eval, run.max_steps):
+    if not _evaluation_is_due(run):
         return {}
-    metrics = _evaluate(run) if run.tasks.eval_problems else {}
+    metrics = _evaluate(run)
     progress.evaluated_step = progress.step
     if progress.step == 0:
         progress.before = metrics
-    elif progress.step == run.max_steps and metrics:
+    elif progress.step == run.max_steps:
         run.log.reporter.print(evaluation_table(progress.before, metrics))
     return metrics
+
+
+def _evaluation_is_due(run: Run) -> bool:
+    has_problems = bool(run.tasks.eval_problems)
+    return has_problems and run.progress.evaluation_is_due(run.config.eval, run.max_steps)
 
 
 def _evaluate(run: Run) -> dict[str, float]:

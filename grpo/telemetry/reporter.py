@@ -52,6 +52,8 @@ class Reporter:
         self._dashboards: dict[str, Wandb | Trackio | TensorBoard] = {}
         self._histograms: dict[str, torch.Tensor] = {}
         self._completions: list[dict] = []
+        self._unsent: dict[str, Any] = {}
+        """Metrics of the last step, for the dashboards, until its evaluation is made."""
         algorithm = config.algorithm
         self.hints = hints_for(algorithm.baseline, algorithm.scale, algorithm.advantages)
         """Sees the steps on the main rank alone."""
@@ -64,8 +66,11 @@ class Reporter:
         last_step = first_step or -1  # the evaluation before training is made again
         remove_steps_after(self._folder / "intervals.jsonl", last_step)
         lines = remove_steps_after(self._folder / "metrics.jsonl", last_step)
-        if newest_line is not None and newest_line["step"] not in (line["step"] for line in lines):
-            append_step(self._folder / "metrics.jsonl", newest_line)
+        if newest_line is not None:
+            self._unsent = {name: value for name, value in newest_line.items() if is_computed(value)}
+            if newest_line["step"] not in (line["step"] for line in lines):
+                append_step(self._folder / "metrics.jsonl", newest_line)
+                lines.append(newest_line)
         for line in lines:
             self.hints.update(line)  # the interrupted run has printed these
         self._steps_bar = self.bar(
@@ -121,11 +126,15 @@ class Reporter:
             dynamic_ncols=True,
         )
 
-    def step(self, metrics: dict[str, Any]) -> None:
+    def step(self, metrics: dict[str, Any], *, evaluation_follows: bool = False) -> None:
         """Write a step to ``metrics.jsonl``, show it on the console and on dashboards, and print hints.
 
         Console and dashboards show the steps of :meth:`is_due`. There a metric that was not computed
         is left out.
+
+        Args:
+            evaluation_follows: dashboards get the step together with its evaluation: wandb takes
+                nothing more for a step that an interrupted run has sent.
         """
         if not self.is_main:
             return
@@ -133,10 +142,12 @@ class Reporter:
         append_step(self._folder / "metrics.jsonl", metrics)
         left = self._time_left(step)
         self._steps_bar.update(step - self._steps_bar.n)
+        self._unsent = {}
         if self.is_due(step):
-            computed = {name: value for name, value in metrics.items() if is_computed(value)}
-            self.print(console_line(computed, self.max_steps, left, _terminal_width()))
-            self._show(step, computed)
+            self._unsent = {name: value for name, value in metrics.items() if is_computed(value)}
+            self.print(console_line(self._unsent, self.max_steps, left, _terminal_width()))
+        if self._unsent and not evaluation_follows:
+            self._show(step, self._unsent)
         for hint in self.hints.update(metrics):
             self.print(f"hint: {hint} (see docs/metrics.md)")
 
@@ -159,7 +170,7 @@ class Reporter:
         add_to_step(self._folder / "intervals.jsonl", {"step": step, **intervals})
         computed = {name: value for name, value in timed.items() if is_computed(value)}
         self.print(evaluation_line(computed, self.max_steps, _terminal_width()))
-        self._show(step, computed)
+        self._show(step, self._unsent | computed)
 
     def sync(self) -> None:
         """Wait until the disk has the steps reported so far."""
