@@ -36,7 +36,7 @@ ALONE = {
 MAX_ROOMS = 22
 BUDGETS = {
     "system": 700, "attention": 6550, "algorithm": 8600, "config": 9200, "distributed": 3400, "data": 11200,
-    "telemetry": 7350, "workers": 5750, "rewards": 10400, "model": 4900, "rollout": 12350, "vllm": 4650, "turns": 10350,
+    "telemetry": 7400, "workers": 5750, "rewards": 10400, "model": 4900, "rollout": 12350, "vllm": 4650, "turns": 10350,
     "evaluation": 2850, "checkpoint": 4260, "run": 13510, "library": 1830, "report": 3300, "commands": 8950,
 }  # fmt: skip
 """Python tokens of each room, without comments, docstrings and line ends: what a reader takes in, however it is laid
