@@ -114,15 +114,15 @@ def sync(path):
 original_step = grpo.telemetry.reporter.Reporter.step
 
 
-def step(self, metrics):
+def step(self, metrics, **options):
     if self.is_main and metrics["step"] == now["step"] + 1 and due("line"):
         do()
         try:
-            original_step(self, metrics)
+            original_step(self, metrics, **options)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     else:
-        original_step(self, metrics)
+        original_step(self, metrics, **options)
 
 
 grpo.telemetry.reporter.Reporter.step = step
