@@ -51,8 +51,9 @@ def try_largest_step(run: Run, problems: list[Problem]) -> str:
     scorer = learner.bare_scorer  # DDP would average the gradients: a collective
 
     def update(tokens: int) -> None:
-        # In place of what CUDA graphs keep: about five fp32 tensors of vocabulary size for each row.
-        num_kept = 5 * len(prompts) if devices and learner.policy.is_llama else 0
+        # In place of what CUDA graphs keep between rollouts, and what else a real step takes: ten
+        # fp32 tensors of vocabulary size for each row are a little more than was measured.
+        num_kept = 10 * len(prompts) if devices and learner.policy.is_llama else 0
         vocabulary = len(learner.policy.model.get_input_embeddings().weight)
         _held = torch.empty(num_kept, vocabulary, device=world.device)
         # Of several micro-batches, the second runs beside the gradients of the first.
