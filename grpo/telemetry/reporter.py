@@ -165,7 +165,9 @@ class Reporter:
         """
         if not self.is_main:
             return
-        timed = {"step": step, "time/eval": seconds, **metrics}
+        timed = {"step": step, **metrics}
+        if step > 0:  # a step has a time of each phase
+            timed = {"step": step, "time/eval": seconds, **metrics}
         add_to_step(self._folder / "metrics.jsonl", timed)
         add_to_step(self._folder / "intervals.jsonl", {"step": step, **intervals})
         computed = {name: value for name, value in timed.items() if is_computed(value)}
