@@ -131,7 +131,7 @@ def soak(folder: Path, rng: random.Random, *, seconds: float, kills: int, ranks:
                 time.sleep(0.05)
             printed = started.text()
             if "resuming " in printed:
-                at = int(printed.split(" at step ")[1].split()[0])
+                at = int(printed.split(" at step ")[1].split()[0].rstrip(","))
                 if at < least:
                     count["lost"] += 1
                     print(f"LOST: resumed at {at}, expected {least} or later ({output})", flush=True)
