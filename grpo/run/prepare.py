@@ -64,7 +64,7 @@ from grpo.vllm import build_engine
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a run reads besides models: functions of the user, and rows of datasets."""
+    """The inputs of a run besides models: functions of the user, and rows of datasets."""
 
     user: UserFunctions
     tools: Tools | None
@@ -166,13 +166,13 @@ def _prepare(
     _open_output(config, world, checkpoint, lock, facts)
     # In a folder of another run the line of the last step is not written, unless its evaluation is
     # still to be made.
-    is_own = checkpoint is not None and checkpoint.parent.resolve() == Path(config.output_dir).resolve()
+    continues_here = checkpoint is not None and checkpoint.parent.resolve() == Path(config.output_dir).resolve()
     reporter = Reporter(
         config,
         is_main=world.is_main,
         first_step=progress.step,
         max_steps=max_steps,
-        newest_line=progress.line if is_own or has_evaluation_left else None,
+        newest_line=progress.line if continues_here or has_evaluation_left else None,
         wandb_run_id=start.state.get("wandb_run_id"),
         environment=facts,
     )

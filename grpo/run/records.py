@@ -119,7 +119,7 @@ class Tasks:
 
 @dataclass(frozen=True)
 class Log:
-    """What a run leaves behind, and the signals that it obeys."""
+    """The output of a run: console, dashboards and checkpoints; and the signals that it obeys."""
 
     reporter: Reporter
     saver: Saver

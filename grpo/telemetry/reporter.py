@@ -165,9 +165,10 @@ class Reporter:
         """
         if not self.is_main:
             return
-        timed = {"step": step, **metrics}
-        if step > 0:  # a step has a time of each phase
-            timed = {"step": step, "time/eval": seconds, **metrics}
+        timed: dict[str, Any] = {"step": step}
+        if step > 0:  # the evaluation before training is a phase of no step
+            timed["time/eval"] = seconds
+        timed |= metrics
         add_to_step(self._folder / "metrics.jsonl", timed)
         add_to_step(self._folder / "intervals.jsonl", {"step": step, **intervals})
         computed = {name: value for name, value in timed.items() if is_computed(value)}
