@@ -28,7 +28,8 @@ def main(file: str, arguments: list[str]) -> None:
         run.learner.policy.score_one_token(run.learner.scorer).backward()
     run.learner.optimizer.step()
     averages = [state[key] for state in run.learner.optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
-    held = [*model.parameters(), *(p.grad for p in model.parameters()), *averages]
+    gradients = [p.grad for p in model.parameters() if p.requires_grad]
+    held = [*model.parameters(), *gradients, *averages]
     storages = [share(tensor).untyped_storage() for tensor in held]  # of which several may be views of one
     own = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
     facts = dict(bytes=world.gather_objects(own), weights=weights, states=states, num_parameters=num_parameters(model))
