@@ -32,7 +32,9 @@ class Signals:
 
     def __init__(self, world: World, *, ends_process: bool = True):
         """Unless ``ends_process``, a second stop signal raises KeyboardInterrupt instead of ending the process."""
-        self.world, self.save_requested, self._ends_process = world, False, ends_process
+        self.world = world
+        self.save_requested = False
+        self._ends_process = ends_process
         self._first_stop: float | None = None
         self._old_handlers = {}
         if threading.current_thread() is threading.main_thread():
@@ -43,7 +45,8 @@ class Signals:
 
     def vote(self) -> tuple[bool, bool]:
         """``(save, stop)`` at the end of a step: True if any rank got such a signal. All ranks get the same answer."""
-        save, stop = self.world.max(torch.tensor([int(self.save_requested), self.world.stop_signal or 0])).tolist()
+        own = [int(self.save_requested), self.world.stop_signal or 0]
+        save, stop = self.world.max(torch.tensor(own)).tolist()
         if save:
             self.save_requested = False
         if stop:

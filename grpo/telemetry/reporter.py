@@ -206,7 +206,7 @@ class Reporter:
 
     def _show(self, step: int, metrics: dict[str, Any]) -> None:
         """Send a step to the dashboards, with the histograms and completions that belong to it."""
-        del metrics["step"]  # dashboards take it as an argument
+        metrics = {name: value for name, value in metrics.items() if name != "step"}
         interval = self._every * max(self.max_steps // self._every // COMPLETIONS_PER_RUN, 1)
         completions = self._completions if step == self.max_steps or step % interval == 0 else []
         for name, dashboard in list(self._dashboards.items()):
