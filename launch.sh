@@ -3,7 +3,7 @@
 #
 #   ./launch.sh                                          the demo, configs/tiny_arithmetic.yaml
 #   ./launch.sh configs/X.yaml key=value ... [--debug]   any run: one process per GPU, or NPROC_PER_NODE processes
-#   ./launch.sh --help [WORD ...]                        once installed: the sections; their keys; `all`: every key
+#   ./launch.sh --help [WORD ...]                        once installed: every key, or those with a WORD
 #   ./launch.sh test [pytest options]                    the quick tests, one pytest worker per core
 #
 # Several machines, restarts and other options of torchrun: torchrun's own command, see docs/multi_gpu.md. Training

@@ -23,7 +23,7 @@ RESOLVED_CONFIG = "config.yaml"
 LOCK_FILE = ".lock"
 ABOUT_GIVEN = """\
 # What was set. A run that has this file as --config begins from it: what a preset or another key
-# implied follows anew. Change values above, not here: where the two differ, those above win."""
+# implied follows anew. Change a value here and above, or remove one of the two."""
 OF_A_RUN = (
     "metrics.jsonl",
     "intervals.jsonl",

@@ -58,7 +58,7 @@ def main(argv: list[str]) -> int:
         config, saved = config_of_models(options.model, options.config, overrides)
         world = start_world(config.runtime)
         if saved and world.is_main:
-            print(f"config    {saved.source}, of the run; --config FILE or section.key=value changes it", flush=True)
+            print(f"config    {saved}, of the run; --config FILE or section.key=value changes it", flush=True)
         output = options.output or Path(config.output_dir) / "evaluation.json"
         run(config, options.model or [config.model.name_or_path], output, world)
     except (ValueError, OSError, OtherRankFailed) as error:

@@ -1,13 +1,13 @@
 """The section ``algorithm`` and its presets. Formulas and sources: docs/algorithm.md."""
 
-from typing import Annotated, Any, ClassVar, Literal, Self, get_args
+from typing import Any, ClassVar, Literal, Self, get_args
 
 from pydantic import (
-    AfterValidator,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
+    PositiveInt,
     model_validator,
 )
 
@@ -21,7 +21,7 @@ from grpo.algorithm.choices import (
     SamplerCorrection,
     Scale,
 )
-from grpo.config.schema import Positive, Proportion, Section
+from grpo.config.schema import Proportion, Section
 
 PRESETS: dict[str, dict[str, Any]] = {
     "grpo": {},
@@ -52,17 +52,11 @@ def is_own(name: str) -> bool:
     return ":" in name
 
 
-def _objective(name: str) -> str:
-    if not is_own(name) and name not in get_args(Objective):
-        raise ValueError(f"use {', '.join(get_args(Objective))} or path/to/file.py:function")
-    return name
-
-
 class AlgorithmConfig(Section):
     name: Literal[tuple(PRESETS)] = "grpo"  # type: ignore[valid-type]
     """Preset that sets other keys of this section; keys that you set yourself win. gdpo: with several rewards, the
     advantages of each are summed with the weights, and the sum is normalized over the batch."""
-    objective: Annotated[str, AfterValidator(_objective)] = "clip"
+    objective: str = Field("clip", pattern=f"^({'|'.join(get_args(Objective))}|.*:.*)$")
     """Loss of each token: clip (PPO's surrogate), cispo (weighted log-prob), sapo (soft gate), dppo_tv (bound on the
     change of a probability), reinforce, or a function of yours: path/to/file.py:function (docs/algorithm.md)."""
     advantages: str | None = None
@@ -106,9 +100,9 @@ class AlgorithmConfig(Section):
     """Estimator of the KL: -d, d^2 / 2 or exp(d) - d - 1, where d is the reference's log-prob less the policy's."""
     unbiased_kl: bool = False
     """Multiply the KL of each token by its importance ratio, for an unbiased gradient of the KL (DeepSeek-V3.2)."""
-    num_iterations: Positive = 1
+    num_iterations: PositiveInt = 1
     """Passes over the completions of a step."""
-    num_minibatches: Positive = 1
+    num_minibatches: PositiveInt = 1
     """Optimizer updates per pass."""
     mask_truncated_completions: bool = False
     """Leave truncated completions out of the loss."""
@@ -123,33 +117,11 @@ class AlgorithmConfig(Section):
     dynamic_sampling_attempts: ClassVar[int] = 3
     """Number of other problems that are tried in place of one whose group has no advantage."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _fill_from_preset(cls, values: Any) -> Any:
-        name = values.get("name") if isinstance(values, dict) else None
-        return PRESETS.get(name, {}) | values if isinstance(name, str) else values
-
     @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.objective == "reinforce" and self.updates_per_step > 1:
-            remedy = "use objective=clip, or num_iterations=1 and num_minibatches=1"
-            raise ValueError(f"algorithm.objective=reinforce takes one update per rollout: {remedy}")
-        if self.delta is not None and self.delta <= 1 + self.clip_high:
-            raise ValueError(f"algorithm.delta={self.delta} must be above 1 + epsilon_high = {1 + self.clip_high:g}")
-        if self.name == "gdpo" and (self.baseline, self.scale) != ("mean", "group"):
-            raise ValueError("algorithm.name=gdpo normalizes the advantages: use baseline=mean and scale=group")
-        bounds = ("sampler_correction_min", "sampler_correction_max")
-        if self.sampler_correction == "geometric_mask" and not all(map(self.differs_from_default, bounds)):
-            raise ValueError(
-                "algorithm.sampler_correction=geometric_mask needs both bounds: set sampler_correction_min=0.99 and "
-                "sampler_correction_max=1.01 for example"
-            )
-        lowest, highest = self.sampler_correction_min or 0.0, self.sampler_correction_max
-        if self.sampler_correction != "none" and not lowest <= 1 <= (1 if highest is None else highest):
-            change = "1, the weight of an unchanged probability"
-            raise ValueError(f"algorithm.sampler_correction_min={lowest} and _max={highest} must lie around {change}")
-        if self.objective == "dppo_tv" and (self.importance_level != "token" or self.sampler_correction != "none"):
-            raise ValueError("algorithm.objective=dppo_tv needs importance_level=token and sampler_correction=none")
+    def _fill_from_preset(self) -> Self:
+        for key, value in PRESETS[self.name].items():
+            if key not in self.model_fields_set:
+                object.__setattr__(self, key, value)  # frozen for others
         return self
 
     @property

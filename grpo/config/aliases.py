@@ -1,22 +1,21 @@
 """Names from elsewhere for keys of the configuration: short ones, and TRL's (docs/from_trl.md has all).
 
-And what a user may mean who gives a section one value: ``model="Qwen/Qwen2.5-0.5B"``.
+Some are sections, to which a user may give one value: ``model="Qwen/Qwen2.5-0.5B"``.
 """
 
 OTHER_NAMES = {
+    "model": "model.name_or_path names the model",
+    "lora": "lora.rank above 0 trains LoRA adapters",
     "args": "the settings of GRPOConfig are keys of the configuration: docs/from_trl.md names the key of each",
     "processing_class": "the tokenizer is that of model.name_or_path",
     "lr": "optim.learning_rate",
     "warmup_ratio": "optim.warmup_steps",
-    "num_train_epochs": "optim.num_epochs",
     "lr_scheduler_kwargs": "optim.min_lr",
     "adam_beta1": "optim.betas",
     "adam_beta2": "optim.betas",
     "max_new_tokens": "rollout.max_completion_length",
     "max_tool_calling_iterations": "rollout.max_turns, which counts the model's turns: one more",
-    "environment_factory": "environment",
     "rollout_func": "rollout.function",
-    "chat_template_path": "model.chat_template",
     "use_vllm": "rollout.engine=vllm samples with vLLM",
     "vllm_server_base_url": "rollout.server",
     "vllm_server_host": "rollout.server",
@@ -25,25 +24,18 @@ OTHER_NAMES = {
     "vllm_model_impl": "rollout.vllm_command",
     "vllm_server_timeout": "runtime.timeout_s",
     "kl_coef": "algorithm.beta",
-    "importance_sampling_level": "algorithm.importance_level",
     "scale_rewards": "algorithm.scale",
     "use_bias_correction_kl": "algorithm.unbiased_kl",
     "vllm_importance_sampling_correction": "algorithm.sampler_correction",
     "vllm_importance_sampling_mode": "algorithm.sampler_correction",
     "ref_model_mixup_alpha": "algorithm.ref_sync_alpha",
-    "ref_model_sync_steps": "algorithm.ref_sync_steps",
     "sync_ref_model": "algorithm.ref_sync_steps, a number of steps, and algorithm.ref_sync_alpha",
     "steps_per_generation": "algorithm.num_minibatches counts updates: divide by gradient_accumulation_steps",
-    "model_name_or_path": "model.name_or_path",
     "model_init_kwargs": "model.attn_implementation",
     "lora_r": "lora.rank",
     "r": "lora.rank",
     "lora_alpha": "lora.alpha",
-    "lora_dropout": "lora.dropout",
-    "lora_target_modules": "lora.target_modules",
-    "use_rslora": "lora.rslora",
     "init_lora_weights": "lora.init",
-    "dataset_name": "data.dataset",
     "train_dataset": "data.dataset",
     "dataset_config": "data.config_name",
     "reward_funcs": "reward.functions",
@@ -93,19 +85,5 @@ OTHER_NAMES = {
     "vllm_importance_sampling_cap": "algorithm.sampler_correction_max",
     "multi_objective_aggregation": "algorithm.name=gdpo normalizes each reward before their sum",
 }
-"""Name without its section -> the key to use instead, or a sentence if there are several; not those without any."""
-
-SECTIONS = {
-    "model": "model.name_or_path names the model",
-    "lora": "lora.rank above 0 trains LoRA adapters",
-    "data": "data.dataset names the rows, and train() takes rows as dataset",
-    "reward": "reward.functions lists the rewards, and train() takes functions as reward_functions",
-    "rollout": "rollout.engine is builtin or vllm",
-    "algorithm": "algorithm.name is the preset",
-    "optim": "the optimizer is AdamW, of which optim.learning_rate is the learning rate",
-    "eval": "eval.every is the number of steps from one evaluation to the next",
-    "checkpoint": "checkpoint.resume names the checkpoint to continue from",
-    "logging": "logging.wandb=online logs to wandb",
-    "runtime": "runtime.device and runtime.precision say where and how to compute",
-}
-"""Section -> the key that a user may mean who gives a value in its place."""
+"""Name without its section -> the key to use instead, or a sentence if there are several. Not those without any, nor
+those whose nearest key is the right one."""

@@ -1,20 +1,17 @@
 """Read a configuration from the command line, a YAML file, Python values, or the folder of a checkpoint."""
 
 import argparse
-import json
 import os
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 from pydantic import ValidationError
 
-from grpo.config.aliases import SECTIONS
 from grpo.config.config import Config, debug_changes
-from grpo.config.help import as_yaml, explain, help_text, keys_of
+from grpo.config.help import as_yaml, explain, help_text, keys_of, type_name
 from grpo.config.secrets import masked
 
 
@@ -37,30 +34,32 @@ def load_config(
     Raises:
         ConfigError: one line per mistake. ``SystemExit`` with code 0 after ``--help``.
     """
-    parser = argparse.ArgumentParser(prog="train_grpo.py", add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser = argparse.ArgumentParser(prog="train_grpo.py", add_help=False, allow_abbrev=False)
     parser.add_argument("--config")
     parser.add_argument("--debug", action="store_true")
     parser.add_argument("-h", "--help", action="store_true")
-    try:
-        options, overrides = parser.parse_known_args(argv)
-    except argparse.ArgumentError as error:
-        raise ConfigError(str(error)) from None
+    options, overrides = parser.parse_known_args(argv)
     if options.help:
-        print(help_text(Config, [word for word in overrides if "=" not in word and not word.startswith("-")]))
+        print(help_text(Config, overrides))
         raise SystemExit(0)
-    if (file := options.config) is None and default_file is not None:
+
+    file = options.config
+    if file is None and default_file is not None:
         file = os.path.relpath(default_file)
         if os.environ.get("RANK", "0") == "0":  # torchrun starts this program once per rank
             print(f"config    {file}, since there is no --config", flush=True)
-    values: dict[str, Any] = {}
-    _merge(read_config_file(file) if file is not None else default_values or {}, values)
+    changes = []
     for override in overrides:
         key, equals, text = override.partition("=")
-        if key.startswith("-") or not equals or not key:
+        if key.startswith("-") or not equals:
             usage = "use section.key=value without dashes, --config FILE, --debug or --help"
             raise ConfigError(f"argument {override!r} is not understood: {usage}")
-        _merge({key: _value_of(key, text)}, values)
-    return _checked(values, debug=options.debug)
+        changes.append({key: _value_of(key, text)})
+    config = make_config(default_values if file is None else file, *changes)
+    if options.debug:
+        config = make_config(config, debug_changes(config))
+        config._debug = True
+    return config
 
 
 def make_config(source: Mapping[str, Any] | str | os.PathLike[str] | Config | None, *more: Mapping[str, Any]) -> Config:
@@ -71,16 +70,14 @@ def make_config(source: Mapping[str, Any] | str | os.PathLike[str] | Config | No
             None: the defaults.
         more: mappings of the same form. The values of a later one win.
     """
-    debug = isinstance(source, Config) and source.debug
+    values: dict[str, Any] = {}
     if isinstance(source, str | os.PathLike):
         source = read_config_file(source)
-    elif isinstance(source, Config):
-        source = source.given
-    values: dict[str, Any] = {}
-    for new in (_as_given(source or {}), *more):
+    start = source.given if isinstance(source, Config) else _as_given(source or {})
+    for new in (start, *more):
         _merge(new, values)
     config = _checked(values)
-    config._debug = debug
+    config._debug = isinstance(source, Config) and source.debug
     return config
 
 
@@ -99,62 +96,38 @@ def _merge(new: Mapping[str, Any], values: dict[str, Any]) -> None:
             inner[leaf] = os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
-def _checked(values: dict[str, Any], *, debug: bool = False) -> Config:
+def _checked(values: dict[str, Any]) -> Config:
     try:
-        config = Config.model_validate(values)
+        return Config.model_validate(values)
     except ValidationError as error:
         known = list(keys_of(Config))
-        raise ConfigError("\n".join(dict.fromkeys(explain(item, known) for item in error.errors()))) from None
-    if debug:
-        config = make_config(config, debug_changes(config))
-        config._debug = True
-    return config
+        lines = [explain(item, known) for item in error.errors()]
+        raise ConfigError("\n".join(dict.fromkeys(lines))) from None
 
 
 def _as_given(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values that a saved configuration was made from: those of its entry ``given``.
+    """The values that a saved configuration was made from: those of its entry ``given``, if it has one.
 
-    A value of its sections that does not follow from ``given`` was changed by the user in the file,
-    and takes the place of the one there. Values without an entry ``given`` stay as they are.
-
-    ConfigError if only some keys of the entry are in the sections: nobody can tell whether the
-    others are meant to stay.
+    ConfigError if the other values are not those that follow from the entry: nobody can tell which the user means.
     """
     sections: dict[str, Any] = {}
     _merge(values, sections)
     given = sections.pop("given", None)
     if given is None:
         return sections
-    if not sections:
-        return given
-    written = _checked(sections).model_dump(mode="json")
-    made = _checked(given).model_dump(mode="json")
-    for name in SECTIONS:
-        removed = given.get(name, {}).keys() - sections.get(name, {}).keys()
-        if removed:
-            key = f"{name}.{min(removed)}"
-            raise ConfigError(f"{key} is in `given` alone: remove it there too, or write it above as well")
-    for name, value in written.items():
-        if value == made[name]:
-            continue
-        if name in SECTIONS:
-            edited = {key: inner for key, inner in value.items() if inner != made[name][key]}
-            value = given.get(name, {}) | edited
-        given[name] = value
+    if sections and _checked(sections) != _checked(given):
+        remedy = "change both, or remove one of the two"
+        raise ConfigError(f"values differ from those that follow from the entry `given`: {remedy}")
     return given
 
 
 def _value_of(key: str, text: str) -> Any:
-    """The value of ``key=text`` on the command line: YAML, in which a plain ``#`` begins no comment.
-
-    Where the key takes a text, only quotes are YAML (``data.question_template=Question: {prompt}``).
-    """
+    """The value of ``key=text`` on the command line: YAML, and a plain text where the key takes one."""
     field = keys_of(Config).get(key)
-    if field is not None and field.annotation in (str, str | None):
-        is_yaml = text.lstrip().startswith(("'", '"', "|", ">")) or text.strip() == "null"
-    else:
-        is_yaml = "#" not in text or text.lstrip().startswith(("'", '"', "[", "{", "|", ">"))
-    return read_yaml(text, f"{key}=") if is_yaml else text.strip()
+    takes_text = field is not None and type_name(field.annotation) in ("str", "str | none")
+    if takes_text and text != "null" and not text.startswith(("'", '"')):
+        return text
+    return read_yaml(text, f"{key}=")
 
 
 def mask_command_line() -> None:
@@ -164,8 +137,8 @@ def mask_command_line() -> None:
 
 def masked_argument(argument: str) -> str:
     """An argument of the command line, with the secrets masked if it is ``section.key=value``."""
-    key, equals, text = argument.partition("=")
-    if not equals or key.split(".")[0] not in Config.model_fields:
+    key, _, text = argument.partition("=")
+    if key.split(".")[0] not in Config.model_fields:
         return argument
     value = _value_of(key, text)
     hidden = masked(value)
@@ -173,16 +146,13 @@ def masked_argument(argument: str) -> str:
 
 
 def read_config_file(name: str | os.PathLike[str]) -> dict[str, Any]:
-    """The values of a YAML file; raises a ``ConfigError`` that names the file and the problem."""
-    try:
-        text = Path(name).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"config file {name} cannot be read: {error}") from None
-    values = read_yaml(text, str(name))
-    if not isinstance(values, dict | None):
+    """The values of a YAML file; a ``ConfigError`` names the file and what is wrong in it."""
+    text = Path(name).expanduser().read_text(encoding="utf-8")
+    values = read_yaml(text, str(name)) or {}
+    if not isinstance(values, dict):
         raise ConfigError(f"{name}: expected a mapping of sections, got {type(values).__name__}")
     # `model:` with nothing under it means the section's defaults.
-    return _as_given({key: value for key, value in (values or {}).items() if value is not None})
+    return {key: value for key, value in values.items() if value is not None}
 
 
 def read_yaml(text: str, source: str) -> Any:
@@ -194,7 +164,7 @@ def read_yaml(text: str, source: str) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML in which ``1e-6`` is a number (YAML 1.1 wants ``1.0e-6``) and a repeated key is an error."""
+    """Safe YAML in which a repeated key is an error."""
 
     def construct_mapping(self, node, deep=False):
         seen: set[str] = set()
@@ -206,41 +176,27 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
-)
-
-
-class SavedConfig(NamedTuple):
-    source: Path
-    values: dict[str, Any]
-
-
-def saved_config(model: str | Path) -> SavedConfig | None:
-    """The configuration of the run that wrote a model folder, with its present ``output_dir``; None: no run did."""
-    folder = Path(model).expanduser().resolve()
-    in_state, beside = folder / "trainer" / "state.json", folder.parent / "config.yaml"
-    is_checkpoint = re.fullmatch(r"checkpoint-\d+", folder.name) and beside.is_file()
-    if in_state.is_file():
-        source, values = in_state, _as_given(json.loads(in_state.read_text(encoding="utf-8"))["config"])
-    else:
-        source = beside if is_checkpoint else folder / "config.yaml"
-        if not source.is_file():
-            return None
-        values = read_config_file(source)
-    return SavedConfig(source, values | {"output_dir": str(folder.parent if is_checkpoint else folder)})
-
-
 def config_of_models(
-    models: Sequence[str], file: str | None, overrides: list[str], *, without_run: dict[str, Any] | None = None
-) -> tuple[Config, SavedConfig | None]:
-    """The configuration for a command that takes models, and the saved one that it is based on; None: on none.
+    models: Sequence[str],
+    file: str | None,
+    overrides: list[str],
+    *,
+    without_run: dict[str, Any] | None = None,
+) -> tuple[Config, Path | None]:
+    """The configuration for a command that takes models, and the file of the run that it is based on; None: of none.
 
     Args:
-        file: the argument of ``--config``; None: the saved configuration of the first model that has one is taken.
+        file: the argument of ``--config``; None: the configuration of the run that wrote the first model of a run.
         without_run: nested values to begin with if there is neither; None: the defaults.
     """
     if file is not None:
         return load_config(["--config", file, *overrides]), None
-    saved = next(filter(None, map(saved_config, models)), None)
-    return load_config(overrides, default_values=saved.values if saved else without_run), saved
+    for model in models:
+        run = Path(model).expanduser().resolve()
+        if run.name.startswith("checkpoint-"):
+            run = run.parent
+        written = run / "config.yaml"
+        if written.is_file():
+            values = read_config_file(written)
+            return load_config([f"output_dir={run}", *overrides], default_values=values), written
+    return load_config(overrides, default_values=without_run), None

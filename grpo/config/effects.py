@@ -4,6 +4,7 @@ from grpo.config.compared import flat
 from grpo.config.config import Config
 
 WITHOUT_EFFECT = {
+    "algorithm.name=gdpo": "algorithm.baseline algorithm.scale",
     "algorithm.objective=sapo": "algorithm.epsilon algorithm.epsilon_high",
     "algorithm.objective=reinforce": "algorithm.epsilon algorithm.epsilon_high",
     "algorithm.scale=none": "algorithm.advantage_eps",
@@ -16,10 +17,18 @@ WITHOUT_EFFECT = {
     "algorithm.ref_sync_steps=0": "algorithm.ref_sync_alpha",
     "rollout.engine=builtin": "rollout.server rollout.vllm_command rollout.weights_folder",
     "rollout.engine=vllm": "rollout.tokens_in_flight runtime.fast_decode",
-    "eval.temperature=0.0": "eval.top_p eval.top_k eval.min_p",
+    "eval.temperature=0.0": "eval.num_samples eval.top_p eval.top_k eval.min_p",
+    "data.eval_split=None": (
+        "data.eval_dataset data.max_eval_samples eval.every eval.before_training eval.num_samples eval.temperature "
+        "eval.top_p eval.top_k eval.min_p eval.max_completion_length eval.max_samples eval.correct_above"
+    ),
+    "model.disable_dropout=True": "lora.dropout",
+    "runtime.precision=fp32": "lora.base_precision",
+    "checkpoint.resume=never": "checkpoint.accept_changes",
 }
 """``key=value`` -> the keys that have no effect with it."""
-WITHOUT_SPLITS = ("builtin:", "reasoning_gym:", "environment:", "python:")
+GENERATED = ("builtin:", "environment:", "python:")
+WITHOUT_SPLITS = (*GENERATED, "reasoning_gym:")
 """Beginnings of ``data.dataset`` for rows that are generated, or passed by a program."""
 FILE_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 """Endings of ``data.dataset`` for files."""
@@ -33,14 +42,17 @@ def keys_without_effect(config: Config) -> dict[str, str]:
     algorithm = config.algorithm
     data = config.data
     rollout = config.rollout
+    logging = config.logging
     objective = algorithm.objective
     # dppo_tv applies the same keys to the sampler's probabilities, and the user's own objective may
     # use them in its own way.
-    clips_ratio = objective == "clip" or objective == "cispo"
+    clips_ratio = objective in ("clip", "cispo")
     # Dynamic sampling compares rewards as baseline and scale say, with any advantages.
     replaces_advantages = algorithm.advantages and not algorithm.dynamic_sampling
-    eval_dataset = data.eval_dataset or data.dataset
-    is_local = data.dataset.startswith(WITHOUT_SPLITS) or data.dataset.endswith(FILE_SUFFIXES)
+    train_rows = data.dataset
+    eval_rows = data.eval_dataset or train_rows
+    is_local = train_rows.startswith(GENERATED) or train_rows.endswith(FILE_SUFFIXES)
+    is_filtered = rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0
     conditions = [
         (objective != "clip", f"with algorithm.objective={objective}", "algorithm.delta"),
         (
@@ -75,18 +87,23 @@ def keys_without_effect(config: Config) -> dict[str, str]:
             "lora.alpha lora.dropout lora.target_modules lora.rslora lora.init lora.base_precision",
         ),
         (
-            data.dataset.startswith(WITHOUT_SPLITS),
-            f"with data.dataset={data.dataset}",
+            config.model.adapter,
+            "with model.adapter, which has its own",
+            "lora.rank lora.alpha lora.target_modules lora.rslora lora.init",
+        ),
+        (
+            train_rows.startswith(WITHOUT_SPLITS),
+            f"with data.dataset={train_rows}",
             "data.train_split",
         ),
         (
-            eval_dataset.startswith(WITHOUT_SPLITS) and data.eval_split,
-            f"with rows of {eval_dataset}",
+            eval_rows.startswith(WITHOUT_SPLITS) and data.eval_split,
+            f"with rows of {eval_rows}",
             "data.eval_split",
         ),
         (
             is_local and not data.eval_dataset,
-            f"with data.dataset={data.dataset}",
+            f"with data.dataset={train_rows}",
             "data.config_name",
         ),
         (
@@ -95,8 +112,18 @@ def keys_without_effect(config: Config) -> dict[str, str]:
             "tools_format rollout.max_turns rollout.max_tool_tokens",
         ),
         (rollout.function, "with rollout.function", "rollout.keep_sampling_mask"),
+        (
+            not is_filtered,
+            "without rollout.top_p, top_k or min_p",
+            "rollout.keep_sampling_mask",
+        ),
         (rollout.addresses, "with rollout.server=ADDRESS", "rollout.vllm_command"),
         (config.optim.max_steps, "with optim.max_steps", "optim.num_epochs"),
+        (
+            logging.wandb == "disabled" and not logging.trackio,
+            "without logging.wandb or logging.trackio",
+            "logging.project",
+        ),
     ]
     for key, value in flat(config.model_dump(mode="json")).items():
         setting = f"{key}={value}"

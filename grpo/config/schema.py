@@ -1,11 +1,9 @@
 """The sections of the configuration, except ``algorithm``: keys, defaults, checks, and the texts of ``--help``."""
 
 import os
-import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar, get_args
-from urllib.parse import urlsplit
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
     AfterValidator,
@@ -15,47 +13,32 @@ from pydantic import (
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
+    PositiveInt,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
+from typing_extensions import TypedDict
 
 from grpo.config.secrets import names_a_secret
 
 Folder = Annotated[str, AfterValidator(os.path.expanduser)]
 """A path in which ``~`` is the home folder: the shell replaces it at the start of a word only, not after ``=``."""
-FolderOrNone = Annotated[str | None, AfterValidator(lambda path: path and os.path.expanduser(path))]
-Positive = Annotated[int, Field(ge=1)]
 Probability = Annotated[float, Field(ge=0, le=1)]
 Proportion = Annotated[float, Field(gt=0, le=1)]
 """A share that cannot be 0."""
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 """A share that cannot be 1."""
-Text = Annotated[str, Field(min_length=1)]
-
-# Marks around the type of a key say where its value may differ; `settings_but` leaves out
-# the keys of a mark. A key without a mark is compared everywhere.
-Value = TypeVar("Value")
-PerMachine = Annotated[Value, "may differ between the machines of a run"]
-"""Mark of a path, an address or a device. Of files, the contents are compared in place of the paths."""
-SameRun = Annotated[Value, "may change when a run continues"]
-"""Mark of settings of evaluations, and of vLLM servers, whose options can change what is sampled. A run
-may continue with another value, but results compare only between runs with the same value."""
-SameResults = Annotated[SameRun[Value], "may differ between runs that are compared"]
-"""Mark of settings that say where, how fast or how long a run is computed, and what is kept of it.
-The results are the same up to rounding."""
 
 
-def _text_of(value: str | None) -> str | None:
+def _text_of(value: str) -> str:
     """The text of a file with one of these endings; any other value as it is."""
-    if not value or not value.endswith((".jinja", ".txt", ".md")) or "\n" in value:
+    if not value.endswith((".jinja", ".txt", ".md")) or "\n" in value:
         return value
-    path = Path(value).expanduser()
-    if not path.is_file():
-        raise ValueError("there is no such file")
-    return path.read_text(encoding="utf-8").rstrip("\n")
+    return Path(value).expanduser().read_text(encoding="utf-8").rstrip("\n")
 
 
-TextOrFile = Annotated[str | None, AfterValidator(_text_of)]
+TextOrFile = Annotated[str, AfterValidator(_text_of)]
 """A text, or the name of its file. The configuration of a run holds the text: the file may change."""
 
 
@@ -64,38 +47,30 @@ class Section(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
-    @model_validator(mode="before")
-    @classmethod
-    def _read_none(cls, values: Any) -> Any:
-        """Read ``none``, as ``--help`` and the documents write it, like YAML's ``null``, where a key can be unset."""
-        if not isinstance(values, dict):
-            return values
-        optional = {name for name, field in cls.model_fields.items() if type(None) in get_args(field.annotation)}
-        return {key: None if key in optional and value == "none" else value for key, value in values.items()}
-
     @field_validator("*", mode="wrap")
     @classmethod
-    def _no_number_is_true(cls, value: Any, read: Callable[[Any], Any]) -> Any:
+    def _read(cls, value: Any, read: Callable[[Any], Any], info: ValidationInfo) -> Any:
+        """``none``, as ``--help`` and the documents write it, is YAML's ``null`` where a key can be unset."""
+        annotation = cls.model_fields[info.field_name].annotation
+        if value == "none" and type(None) in get_args(annotation):
+            return None
         if isinstance(value, bool) and not isinstance(read(value), bool):  # pydantic reads it as 1 or 0
             raise ValueError("this key is a number, not true or false")
         return read(value)
 
-    def differs_from_default(self, key: str) -> bool:
-        return getattr(self, key) != type(self).model_fields[key].default
-
 
 class ModelConfig(Section):
-    name_or_path: PerMachine[str] = "builtin:tiny"
+    name_or_path: str = "builtin:tiny"
     """Hub id, local folder, or builtin:tiny (1M parameters, trained on the built-in task at first use, then cached)."""
-    adapter: PerMachine[FolderOrNone] = None
+    adapter: Folder | None = None
     """Folder of a LoRA adapter of the model, which training continues from, and which is part of the KL's reference."""
-    chat_template: TextOrFile = None
+    chat_template: TextOrFile | None = None
     """Chat template in place of the model's own: the text of it, or a .jinja file. Checkpoints have it too."""
     attn_implementation: str = "sdpa"
     """Attention implementation, as transformers names it: sdpa, eager, flash_attention_2, ..."""
-    gradient_checkpointing: SameResults[bool] = False
+    gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
-    reference: PerMachine[str | None] = None
+    reference: str | None = None
     """Hub id or folder of the reference model of the KL, with the same tokens; none: the model of the start."""
     disable_dropout: bool = True
     """Set every dropout, layerdrop and router noise to 0, so that tokens are scored by the policy that sampled them."""
@@ -108,11 +83,11 @@ class LoraConfig(Section):
 
     rank: NonNegativeInt = 0
     """Rank of the adapters; 0: no adapters, all weights are trained."""
-    alpha: Positive | None = None
+    alpha: PositiveInt | None = None
     """The adapters' change of a weight is multiplied by alpha / rank; none: 2 * rank, as in TRL (r 16, alpha 32)."""
     dropout: Fraction = 0.0
     """Dropout of the adapters' inputs while training; above 0 it needs model.disable_dropout=false."""
-    target_modules: Text | Annotated[list[Text], Field(min_length=1)] = "all-linear"
+    target_modules: str | list[str] = "all-linear"
     """Linear layers that get adapters: all-linear (all but the head), a list of the ends of their names (q_proj,
     v_proj), or a regular expression that matches whole names."""
     rslora: bool = False
@@ -123,8 +98,14 @@ class LoraConfig(Section):
     """Precision in which frozen weights are stored; bf16 only where the bits under autocast are the same."""
 
 
+class Example(TypedDict):
+    __pydantic_config__ = ConfigDict(extra="forbid")
+    prompt: str
+    completion: str
+
+
 class DataConfig(Section):
-    dataset: PerMachine[str] = "builtin:arithmetic"
+    dataset: str = "builtin:arithmetic"
     """Hub id, .jsonl/.json/.csv/.parquet file, folder saved by datasets, builtin:arithmetic, builtin:countdown,
     builtin:calculator, builtin:guess_number, or reasoning_gym:<task>. none, with `environment`: its own prompts."""
     config_name: str | dict[str, Any] | None = None
@@ -134,7 +115,7 @@ class DataConfig(Section):
     eval_split: str | None = "auto"
     """Split to evaluate on; slices work. auto: that of a built-in task, or the rows of `eval_dataset`; none: no
     evaluation."""
-    eval_dataset: PerMachine[str | None] = None
+    eval_dataset: str | None = None
     """Dataset that has the evaluation split, if it is not `dataset` (a second file, for example)."""
     prompt_column: str = "prompt"
     """Column with the question: text, or a list of chat messages. A field in a column: column.field. Rows of an
@@ -144,7 +125,7 @@ class DataConfig(Section):
     list, each item is right."""
     answer_pattern: str | None = None
     """Regular expression (of the package regex) that finds the answer in its column: the first group, or the match."""
-    system_prompt: TextOrFile = None
+    system_prompt: TextOrFile | None = None
     """System message before each prompt: the text, or a .txt or .md file. none: that of the row or built-in task."""
     prompt_template: str | None = Field(None, pattern=r"\{prompt\}")
     """Text that the model gets instead of its chat template, with {prompt} for the question: for base models, and, as
@@ -154,34 +135,26 @@ class DataConfig(Section):
     question_template: str | None = Field(None, pattern=r"\{prompt\}")
     """Text of the user message, with {prompt} where the question goes ("Question: {prompt}"), inside the chat template.
     {NAME} stands for the column NAME of the row; a list has one item per line. Also for the questions of few_shot."""
-    few_shot: list[dict[str, str]] = []
+    few_shot: list[Example] = []
     """Worked examples before each question, as chat turns: a list of {prompt, completion}."""
     conversational: Literal["auto", True, False] = "auto"
     """Form in which rewards get prompts and completions. true: lists of messages. false: text (of a conversation, its
     last message). auto: messages if the row is one, or with system_prompt or few_shot and a chat template."""
-    max_prompt_length: Positive = 512
+    max_prompt_length: PositiveInt = 512
     """Longest prompt in tokens. Problems with longer prompts are left out and counted; nothing is truncated."""
-    max_train_samples: Positive | None = None
+    max_train_samples: PositiveInt | None = None
     """Use only the first N training problems; none: all."""
-    max_eval_samples: Positive | None = None
+    max_eval_samples: PositiveInt | None = None
     """Load only the first N evaluation problems; none: all."""
 
-    @field_validator("few_shot")
-    @classmethod
-    def _has_prompt_and_completion(cls, value: list[dict[str, str]]) -> list[dict[str, str]]:
-        if any(set(example) != {"prompt", "completion"} for example in value):
-            raise ValueError("each entry must be {prompt, completion}")
-        return value
 
-    @model_validator(mode="after")
-    def _template_is_the_whole_prompt(self) -> Self:
-        if self.prompt_template and (self.system_prompt or self.question_template or self.few_shot):
-            raise ValueError("data.prompt_template takes no system_prompt, question_template and few_shot")
-        return self
+class Tool(Section):
+    """A function of the user, or a built-in one. In a list, its name alone may stand for it."""
 
-
-class Named(Section):
-    """A section of which a list may hold the name alone."""
+    name: str
+    """calculator, python, package.module:function, or path/to/file.py:function."""
+    args: dict[str, Any] = {}
+    """Arguments that the model does not choose."""
 
     @model_validator(mode="before")
     @classmethod
@@ -189,38 +162,30 @@ class Named(Section):
         return {"name": value} if isinstance(value, str) else value
 
 
-class RewardFunction(Named):
-    name: str
-    """Name of a built-in reward, package.module:function, path/to/file.py:function, or classifier:<model>."""
+class RewardFunction(Tool):
+    """A tool's fields, for a reward: name of a built-in one, package.module:function, path/to/file.py:function, or
+    classifier:<model>, and keyword arguments."""
+
     weight: float = 1.0
     """Factor of this reward in the sum."""
-    args: dict[str, Any] = {}
-    """Keyword arguments of the function."""
-
-
-class Tool(Named):
-    name: str
-    """calculator, python, package.module:function, or path/to/file.py:function."""
-    args: dict[str, Any] = {}
-    """Arguments that the model does not choose."""
 
 
 class RewardConfig(Section):
     functions: list[RewardFunction] = [RewardFunction(name="accuracy")]
     """Reward functions, summed with their weights: a list of {name, weight, args}, or of names alone."""
-    timeout_s: SameResults[PositiveFloat] = 10.0
+    timeout_s: PositiveFloat = 10.0
     """Seconds after which a reward function that does not return is killed; its completion has no reward then. A tool
     is killed too, and the model gets an error as its result."""
-    num_workers: SameResults[Positive | None] = None
+    num_workers: PositiveInt | None = None
     """Processes per rank that run the reward functions, and as many for tools; none: 1, and 8 for tools."""
 
 
 class RolloutConfig(Section):
-    prompts_per_step: Positive = 8
+    prompts_per_step: PositiveInt = 8
     """Problems per step, over all ranks."""
-    num_generations: Positive = 8
+    num_generations: PositiveInt = 8
     """Completions per problem (G)."""
-    max_completion_length: Positive = 512
+    max_completion_length: PositiveInt = 512
     """Longest completion in tokens; longer ones are truncated."""
     temperature: PositiveFloat = 1.0
     """Sampling temperature; log-probs are computed at the same temperature."""
@@ -233,62 +198,51 @@ class RolloutConfig(Section):
     keep_sampling_mask: bool = False
     """Compute log-probs by a softmax over the tokens that top_p, top_k and min_p left when the token was sampled, as
     DeepSeek-V3.2 does. false: over the whole vocabulary; with any of these three the gradient is biased then."""
-    stop: list[Text] = []
+    stop: list[Annotated[str, Field(min_length=1)]] = []
     """Strings that end a completion; they stay part of it. A special token is found by its id and must stand alone;
     in the text for rewards it stays if it is a tag, such as </answer>."""
-    tokens_in_flight: SameResults[Positive | None] = None
+    tokens_in_flight: PositiveInt | None = None
     """Most tokens (prompt + completion) in the KV cache at once, per rank; none: all, or what fits in the dry run."""
-    max_turns: Positive | None = None
+    max_turns: PositiveInt | None = None
     """Most turns of the model in a completion; none: as many as fit into max_completion_length with the answers."""
-    max_tool_tokens: Positive | None = None
+    max_tool_tokens: PositiveInt | None = None
     """Longest result of a tool in tokens; longer ones are cut. none: one that does not fit ends the completion."""
     function: str | None = None
     """Own rollout function, path/to/file.py:function, which makes the completions with a `generate` that it gets."""
     engine: Literal["builtin", "vllm"] = "builtin"
     """Sampler: builtin, in the training process; vllm, servers that get the weights (docs/vllm.md)."""
-    server: PerMachine[SameRun[str | list[str]]] = "start"
+    server: str | list[str] = "start"
     """With engine=vllm: start (by the trainer), or addresses of servers, http://host:8000, which the ranks share."""
-    vllm_command: PerMachine[SameRun[str]] = "vllm serve {model}"
+    vllm_command: str = Field("vllm serve {model}", pattern=r"\{model\}")
     """With server=start: the command, to which port, precision and lengths are added; {model} is the model's folder.
     vLLM may be in another environment: /path/bin/vllm serve {model}."""
-    weights_folder: PerMachine[SameResults[Folder]] = "/dev/shm"
+    weights_folder: Folder = "/dev/shm"
     """With engine=vllm: folder through which servers get the weights, which all machines see; /dev/shm is memory."""
 
     @field_validator("server")
     @classmethod
-    def _checked_addresses(cls, value: str | list[str]) -> str | list[str]:
-        if value == "start":
-            return value
-        addresses = [address.rstrip("/") for address in ([value] if isinstance(value, str) else value)]
-        if any("@" in address for address in addresses):
-            raise ValueError("a password in an address is a secret: set VLLM_API_KEY in the environment instead")
-        are_urls = all(url.scheme in ("http", "https") and url.hostname for url in map(urlsplit, addresses))
-        if not addresses or len(set(addresses)) < len(addresses) or not are_urls:
-            raise ValueError("use start, or http://host:8000, or a list of such addresses, each once")
-        return addresses[0] if isinstance(value, str) else addresses
+    def _check_addresses(cls, value: str | list[str]) -> str | list[str]:
+        if not value or "@" in str(value):
+            secret = "a password is a secret, which VLLM_API_KEY in the environment has"
+            raise ValueError(f"use start, http://host:8000, or a list of such addresses; {secret}")
+        return value
 
     @field_validator("vllm_command")
     @classmethod
-    def _checked_command(cls, value: str) -> str:
-        named = [word.partition("=")[0] for word in value.split() if "=" in word or word == "--api-key"]
-        if secrets := [name for name in named if name == "--api-key" or names_a_secret(name)]:
-            raise ValueError(f"{secrets[0]} is a secret: set it in the environment, which the server gets too")
-        if set(re.findall(r"\{\w*\}", value)) != {"{model}"}:
-            raise ValueError("it needs {model} where the model's folder goes: vllm serve {model}")
+    def _check_command(cls, value: str) -> str:
+        for word in value.split():
+            name = word.partition("=")[0]
+            if names_a_secret(name):
+                raise ValueError(f"{name} is a secret: set it in the environment, which the server gets too")
         return value
-
-    @model_validator(mode="after")
-    def _check_engine(self) -> Self:
-        if self.engine == "vllm" and self.keep_sampling_mask:
-            raise ValueError("rollout.keep_sampling_mask=true needs rollout.engine=builtin")
-        return self
 
     @property
     def addresses(self) -> list[str] | None:
         """Addresses of servers that run already; None: the trainer starts servers."""
         if self.server == "start":
             return None
-        return [self.server] if isinstance(self.server, str) else self.server
+        addresses = [self.server] if isinstance(self.server, str) else self.server
+        return [address.rstrip("/") for address in addresses]
 
 
 def engine_overrides(engine: str) -> list[str]:
@@ -314,52 +268,42 @@ class OptimConfig(Section):
     """Warm-up in optimizer updates; below 1: as a fraction of all updates."""
     min_lr: NonNegativeFloat | None = None
     """Learning rate at the end of a cosine schedule; none: 0."""
-    max_steps: Positive | None = None
+    max_steps: PositiveInt | None = None
     """Steps (batches of completions) to train; none: as many as num_epochs gives."""
     num_epochs: PositiveFloat = 1.0
     """Passes over the training problems, if max_steps is none."""
-    tokens_per_microbatch: SameResults[Positive] = 16384
+    tokens_per_microbatch: PositiveInt = 16384
     """Most tokens of one forward and backward pass: prompts (each once per group) and completions. Unless set, the dry
     run lowers it if it does not fit."""
-    reduce_each_microbatch: SameResults[bool] = False
+    reduce_each_microbatch: bool = False
     """With fsdp: sum the gradients over the ranks after every micro-batch; false: after the last one, with less
     communication and whole gradients (4 bytes a parameter) until then. The results are the same up to rounding."""
 
-    @model_validator(mode="after")
-    def _check_min_lr(self) -> Self:
-        if self.min_lr is None and self.lr_scheduler_type == "cosine_with_min_lr":
-            raise ValueError("optim.lr_scheduler_type=cosine_with_min_lr needs optim.min_lr")
-        if self.min_lr is not None and self.lr_scheduler_type not in ("cosine", "cosine_with_min_lr"):
-            raise ValueError(f"optim.min_lr needs lr_scheduler_type=cosine, got {self.lr_scheduler_type}")
-        if self.min_lr is not None and self.min_lr > self.learning_rate:
-            raise ValueError(f"optim.min_lr={self.min_lr:g} is above optim.learning_rate={self.learning_rate:g}")
-        return self
-
 
 class EvalConfig(Section):
-    every: SameRun[Positive | None] = None
+    every: PositiveInt | None = None
     """Evaluate every N steps; none: only before and after training."""
-    before_training: SameRun[bool] = True
+    before_training: bool = True
     """Evaluate before the first step, to compare the end of training with."""
-    num_samples: SameRun[Positive] = 1
+    num_samples: PositiveInt = 1
     """Sampled completions per problem for mean@k and pass@k, besides the greedy one; at temperature 0 none."""
-    temperature: SameRun[NonNegativeFloat] = 0.0
+    temperature: NonNegativeFloat = 0.0
     """Sampling temperature of the sampled completions; 0: the greedy completion only."""
-    top_p: SameRun[Proportion] = 1.0
+    top_p: Proportion = 1.0
     """Sample only among the likeliest tokens that have this probability together; not for the greedy completion."""
-    top_k: SameRun[NonNegativeInt] = 0
+    top_k: NonNegativeInt = 0
     """Sample only among the k likeliest tokens; 0: all."""
-    min_p: SameRun[Probability] = 0.0
+    min_p: Probability = 0.0
     """Do not sample tokens with less than this fraction of the likeliest token's probability."""
-    max_completion_length: SameRun[Positive | None] = None
+    max_completion_length: PositiveInt | None = None
     """Longest completion of an evaluation in tokens, greedy ones too; none: rollout.max_completion_length."""
-    max_samples: SameRun[Positive | None] = None
+    max_samples: PositiveInt | None = None
     """Evaluate on the first N evaluation problems; none: all."""
-    correctness: SameRun[str | None] = None
+    correctness: str | None = None
     """Name of the reward that tells if a completion is correct; none: the first reward that checks answers."""
-    correct_above: SameRun[float] = 0.0
+    correct_above: float = 0.0
     """A completion is correct if the reward `correctness` is above this (0.99 where a wrong answer earns a part)."""
-    format: SameRun[str | None] = None
+    format: str | None = None
     """Reward that is above 0 for a well-formed completion; none: `format`. Without it: one with an answer as `accuracy`
     in the mode boxed or #### reads it, or of the form <think>..</think> <answer>..</answer>."""
 
@@ -368,41 +312,34 @@ class EvalConfig(Section):
         """Sampled completions per problem: ``num_samples``, or 0 at temperature 0."""
         return self.num_samples if self.temperature > 0 else 0
 
-    @model_validator(mode="after")
-    def _check_samples_differ(self) -> Self:
-        if self.num_samples > 1 and self.temperature == 0:
-            remedy = "set eval.temperature=1.0, or num_samples=1"
-            raise ValueError(f"eval.num_samples={self.num_samples} at eval.temperature=0 would be equal: {remedy}")
-        return self
-
 
 class CheckpointConfig(Section):
-    save_steps: SameResults[Positive | None] = None
+    save_steps: PositiveInt | None = None
     """Save a checkpoint every N steps; the last step is always saved."""
-    keep: SameResults[Positive] = 2
+    keep: PositiveInt = 2
     """Number of newest checkpoints to keep; older ones are deleted."""
-    keep_best: SameResults[str | None] = Field(None, pattern=r"^eval/")
+    keep_best: str | None = Field(None, pattern=r"^eval/")
     """Also keep the checkpoint with the highest value of this evaluation metric (eval/greedy_accuracy, for example)."""
-    resume: PerMachine[SameResults[Folder]] = "auto"
+    resume: Folder = "auto"
     """auto: continue from the newest valid checkpoint in output_dir; never: start at step 0; or a checkpoint folder."""
-    accept_changes: SameResults[bool] = False
+    accept_changes: bool = False
     """Continue even if model, data, rewards, algorithm, optimizer, precision or seed differ from the checkpoint's."""
 
 
 class LoggingConfig(Section):
-    wandb: SameResults[Literal["disabled", "offline", "online"]] = "disabled"
+    wandb: Literal["disabled", "offline", "online"] = "disabled"
     """Weights & Biases mode; metrics.jsonl is always written."""
-    project: SameResults[str] = "grpo"
+    project: str = "grpo"
     """Project in wandb and trackio."""
-    run_name: SameResults[str | None] = None
+    run_name: str | None = None
     """Name of the run in wandb and trackio; none: the name of output_dir (trackio: with its folders)."""
-    trackio: SameResults[bool] = False
+    trackio: bool = False
     """Show the run in trackio, a dashboard on this machine; needs the extra "trackio": pip install -e ".[trackio]"."""
-    tensorboard: SameResults[bool] = False
+    tensorboard: bool = False
     """Write TensorBoard's event files to output_dir/tensorboard; needs the extra "tensorboard"."""
-    log_completions: SameResults[NonNegativeInt] = 4
+    log_completions: NonNegativeInt = 4
     """Completions to write to completions/ (Parquet) every `every` steps, two of each problem; 0: none."""
-    every: SameResults[Positive] = 1
+    every: PositiveInt = 1
     """Console line, point on dashboards, and completions every N steps (metrics.jsonl has every step)."""
 
     @property
@@ -412,24 +349,24 @@ class LoggingConfig(Section):
 
 
 class RuntimeConfig(Section):
-    device: PerMachine[SameResults[Literal["auto", "cpu", "cuda"]]] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto (CUDA if there is a GPU), cpu, or cuda."""
     precision: Literal["bf16", "fp32"] = "bf16"
     """bf16: autocast, with fp32 weights; fp32: no autocast."""
-    parallel: SameResults[Literal["ddp", "fsdp"]] = "ddp"
+    parallel: Literal["ddp", "fsdp"] = "ddp"
     """ddp: every rank holds the whole model; fsdp (FSDP2): weights, gradients and optimizer states are sharded."""
-    shard_size: SameResults[int | None] = Field(None, ge=2)
+    shard_size: int | None = Field(None, ge=2)
     """With fsdp: neighbouring ranks that share one copy of the model, the GPUs of a machine for example; none: all."""
-    offload: SameResults[Literal["none", "optimizer", "all"]] = "none"
+    offload: Literal["none", "optimizer", "all"] = "none"
     """With fsdp, into host memory: optimizer moves Adam's averages there between updates; all also weights and
     gradients (FSDP2 has these three together only). Without a GPU it changes nothing. Not yet run on a GPU."""
-    fast_decode: SameResults[bool] = True
+    fast_decode: bool = True
     """Decode Llama-shaped models with own code, on a GPU in CUDA graphs; false: with transformers' code."""
-    timeout_s: SameResults[PositiveFloat] = 1800.0
+    timeout_s: PositiveFloat = 1800.0
     """Seconds that a rank waits for the others; a vLLM server may take a third of them to start or to answer."""
-    deterministic: SameResults[bool] = False
+    deterministic: bool = False
     """Use only kernels that give the same bits every time (slower; needed on CUDA, and on CPU with several threads)."""
-    threads_per_rank: PerMachine[SameResults[Annotated[int, Field(gt=0, le=1024)] | None]] = None
+    threads_per_rank: Annotated[int, Field(gt=0, le=1024)] | None = None
     """CPU threads of each rank; none: OMP_NUM_THREADS (unless torchrun's 1), else cores of the machine / its ranks."""
-    try_largest_step: SameResults[bool | None] = None
+    try_largest_step: bool | None = None
     """Try the largest possible step at start, so that out of memory shows early; none: on CUDA only."""

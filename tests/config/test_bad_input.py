@@ -28,27 +28,25 @@ def refused(capsys, tmp_path, *arguments: str) -> str:
 
 # Before the model is looked at, which would fail, and say something else. {rows}: a file of rows that are right.
 BEFORE_THE_MODEL = {
-    "a key": (["rollout.num_generation=4"], ["rollout.num_generations"]),
-    "ranks": (["runtime.parallel=fsdp", "runtime.offload=optimizer"], ["offload=optimizer", "2 processes"]),
-    "no CUDA": (["runtime.device=cuda"], ["GPU", "runtime.device=cpu"]),
-    "no adapter": (["model.adapter=./nowhere"], ["./nowhere", "adapter_config.json"]),
-    "reward": (["reward.functions=[acuracy]"], ["acuracy", "accuracy", "format"]),
-    "reward arguments": (["reward.functions=[{name: accuracy, args: {value_: 2}}]"], ["accuracy", "value_"]),
-    "broken reward file": (["reward.functions=['{tmp}/broken.py:f']"], ["broken.py", "2"]),
-    "correctness": (["eval.correctness=nothing"], ["eval.correctness", "accuracy"]),
-    "builtin model": (["model.name_or_path=builtin:big"], ["builtin:big"]),
-    "dataset file": (["data.dataset=./nowhere.jsonl"], ["./nowhere.jsonl"]),
-    "evaluation file": (["data.dataset={rows}", "data.eval_dataset=./d.jsnl"], ["data.eval_dataset=./d.jsnl"]),
-    "column": (["data.dataset={rows}", "data.answer_column=gold"], ["answer_column=gold", "answer"]),
-    "column of a reward": (["data.dataset={rows}", "reward.functions=[countdown]"], ["countdown", "numbers"]),
-    "column of a reward in the evaluation": (
-        ["data.dataset={rows}", "data.eval_dataset={other}", "reward.functions=['{tmp}/level.py:f']"],
-        ["reward 'f' needs the column(s) level; the rows of data.eval_dataset=", "have answer"],
+    "a key": ("rollout.num_generation=4", "rollout.num_generations"),
+    "ranks": ("runtime.parallel=fsdp runtime.offload=optimizer", "offload=optimizer needs at least 2 processes"),
+    "no CUDA": ("runtime.device=cuda", "runtime.device=cpu"),
+    "no adapter": ("model.adapter=./nowhere", "adapter_config.json"),
+    "reward": ("reward.functions=[acuracy]", "accuracy"),
+    "reward arguments": ('reward.functions=[accuracy,{"name":"format","args":{"value_":2}}]', "value_"),
+    "broken reward file": ("reward.functions=['{tmp}/broken.py:f']", "broken.py"),
+    "correctness": ("eval.correctness=nothing", "eval.correctness"),
+    "dataset file": ("data.dataset=./nowhere.jsonl", "./nowhere.jsonl"),
+    "evaluation file": ("data.dataset={tmp}/rows.jsonl data.eval_dataset=./d.jsnl", "data.eval_dataset=./d.jsnl"),
+    "column": ("data.dataset={tmp}/rows.jsonl data.answer_column=gold", "answer_column=gold"),
+    "column of a reward": ("data.dataset={tmp}/rows.jsonl reward.functions=[countdown]", "numbers"),
+    "column of the evaluation": (
+        "data.dataset={tmp}/rows.jsonl data.eval_dataset={tmp}/other.jsonl reward.functions=['{tmp}/level.py:f']",
+        "reward 'f' needs the column(s) level; the rows of data.eval_dataset=",
     ),
-    "model folder": (["model.name_or_path=./nowhere"], ["./nowhere"]),
-    "resume from nothing": (["checkpoint.resume={tmp}/nowhere"], ["checkpoint.resume=", "nowhere"]),
-    "folder in a file": (["output_dir={tmp}/broken.py/run"], ["output_dir=", "/broken.py/run"]),
-}  # fmt: skip
+    "resume from nothing": ("checkpoint.resume={tmp}/nowhere", "checkpoint.resume="),
+    "folder in a file": ("output_dir={tmp}/broken.py/run", "/broken.py/run"),
+}
 
 
 @pytest.mark.parametrize("case", BEFORE_THE_MODEL)
@@ -58,13 +56,9 @@ def test_what_is_refused_before_the_model_is_loaded(capsys, tmp_path, case):
     (tmp_path / "broken.py").write_text("x = 1\ndef f(:\n")
     (tmp_path / "level.py").write_text("def f(completions, level): return [1.0] * len(completions)\n")
     arguments, words = BEFORE_THE_MODEL[case]
-    filled = []
-    for word in arguments:
-        for name, path in (("tmp", tmp_path), ("rows", tmp_path / "rows.jsonl"), ("other", tmp_path / "other.jsonl")):
-            word = word.replace(f"{{{name}}}", str(path))
-        filled.append(word)
+    filled = arguments.replace("{tmp}", str(tmp_path)).split(" ")
     line = refused(capsys, tmp_path, f"model.name_or_path={tmp_path}/no-model", *filled)
-    assert all(word in line for word in words), line
+    assert words in line
     assert "no-model" not in line
 
 
@@ -111,16 +105,12 @@ def shrink_embedding(folder) -> None:
 MODELS = {
     "no config": (lambda folder: (folder / "config.json").unlink(), ["config.json"]),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), []),
-    "truncated weights": (lambda folder: os.truncate(folder / "model.safetensors", 5000), []),
     "weights missing": (lambda f: change_weights(f, lambda w: w.pop("model.norm.weight")), ["model.norm.weight"]),
     "not finite": (lambda f: change_weights(f, lambda w: w["model.norm.weight"].fill_(float("nan"))), ["model.norm"]),
-    "weights of another shape": (lambda f: change_config(f, intermediate_size=48), []),
     "no language model": (lambda f: change_config(f, model_type="t5"), ["T5Config"]),
     "no tokenizer": (remove_tokenizer, ["tokenizer"]),
     "no EOS": (save_without_eos, ["EOS"]),
     "vocabulary": (shrink_embedding, ["tokens", "embedding"]),
-    "chat template": (lambda f: (f / "chat_template.jinja").write_text("{% for x in %}"), ["chat template"]),
-    "context": (lambda f: change_config(f, max_position_embeddings=20), []),
 }  # fmt: skip
 
 
@@ -132,25 +122,16 @@ def test_model_folder(capsys, tmp_path, random_model, case):
     spoil(folder)
     line = refused(capsys, tmp_path, f"model.name_or_path={folder}", "data.max_train_samples=16")
     assert all(word in line for word in named), line
-    assert str(folder) in line or case in ("chat template", "context")
+    assert str(folder) in line
 
 
-def test_a_tokenizer_without_pad_and_a_line_of_a_megabyte_are_fine(tmp_path, capsys):
+def test_a_tokenizer_without_pad_is_fine(tmp_path):
     (tmp_path / "model").mkdir()
     save_without_eos(tmp_path / "model", eos_token="<|im_end|>")
-    rows = [{"prompt": "🙂 2+2=", "answer": "4"}, {"prompt": "x" * 1_000_000, "answer": "5"}]
-    (tmp_path / "d.jsonl").write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in rows))
-    assert main([
-        DEFAULTS, f"output_dir={tmp_path}/run", f"model.name_or_path={tmp_path}/model", "optim.max_steps=1",
-        "rollout.prompts_per_step=1", "rollout.num_generations=2", "rollout.max_completion_length=3",
-        f"data.dataset={tmp_path}/d.jsonl", "runtime.precision=fp32",
-        "runtime.threads_per_rank=1", "runtime.device=cpu", "data.answer_column=answer",
-    ]) == 0  # fmt: skip
-    shown = capsys.readouterr().out
-    assert "1 problems to train on" in shown and "left out, as empty or longer than 512 tokens: 1 and 0" in shown
+    assert main([*small_run(tmp_path / "model", tmp_path / "run"), "optim.max_steps=1"]) == 0
 
 
-@pytest.mark.parametrize("name", ["", "checkpoint-5", "metrics.jsonl", "completions", "run.json", "tensorboard"])
+@pytest.mark.parametrize("name", ["", "checkpoint-5", "metrics.jsonl"])
 def test_files_of_others_that_a_run_would_replace_stay_as_they_are(capsys, tmp_path, random_model, name):
     mine = tmp_path / "folder" / name
     mine.parent.mkdir(exist_ok=True)
@@ -206,9 +187,9 @@ def test_two_ranks_speak_once_also_when_one_alone_has_looked(tmp_path):
 @pytest.mark.parametrize(
     "where",
     [
-        "train_grpo.load_config",
-        pytest.param("grpo.run.prepare.resolve_model", marks=pytest.mark.slow),
         "grpo.run.models.load_policy",
+        pytest.param("train_grpo.load_config", marks=pytest.mark.slow),
+        pytest.param("grpo.run.prepare.resolve_model", marks=pytest.mark.slow),
     ],
 )
 def test_what_is_wrong_on_the_second_rank_alone_is_said(tmp_path, random_model, where):

@@ -1,75 +1,20 @@
-"""Where the value of each key may differ: marks of the schema, and settings that are compared."""
+"""Where the value of each key may differ, and the settings that are compared."""
 
 from grpo.config import Config, flat, keys_of, make_config, settings_but, settings_of_all_ranks
-
-MACHINES = "may differ between the machines of a run"
-CONTINUED = "may change when a run continues"
-RUNS = "may differ between runs that are compared"
-
-TABLE = {
-    (MACHINES, CONTINUED, RUNS): """
-        output_dir
-        rollout: weights_folder
-        checkpoint: resume
-        runtime: device threads_per_rank
-    """,
-    (MACHINES, CONTINUED): """
-        rollout: server vllm_command
-    """,
-    (MACHINES,): """
-        model: name_or_path adapter reference
-        data: dataset eval_dataset
-    """,
-    (CONTINUED, RUNS): """
-        model: gradient_checkpointing
-        reward: timeout_s num_workers
-        rollout: tokens_in_flight
-        optim: tokens_per_microbatch reduce_each_microbatch
-        checkpoint: save_steps keep keep_best accept_changes
-        logging: wandb project run_name trackio tensorboard log_completions every
-        runtime: parallel shard_size offload fast_decode timeout_s deterministic try_largest_step
-    """,
-    (CONTINUED,): """
-        eval: every before_training num_samples temperature top_p top_k min_p
-        eval: max_completion_length max_samples correctness correct_above format
-    """,
-    (): """
-        seed tools tools_format environment
-        model: chat_template attn_implementation disable_dropout trust_remote_code
-        lora: rank alpha dropout target_modules rslora init base_precision
-        data: config_name train_split eval_split prompt_column answer_column answer_pattern
-        data: system_prompt prompt_template chat_template_kwargs question_template few_shot
-        data: conversational max_prompt_length max_train_samples max_eval_samples
-        reward: functions
-        rollout: prompts_per_step num_generations max_completion_length temperature top_p top_k
-        rollout: min_p keep_sampling_mask stop max_turns max_tool_tokens function engine
-        algorithm: name objective advantages baseline scale advantage_eps aggregation
-        algorithm: normalize_constant importance_level epsilon epsilon_high delta
-        algorithm: top_entropy_quantile sampler_correction sampler_correction_min
-        algorithm: sampler_correction_max off_policy_mask_threshold beta kl_estimator unbiased_kl
-        algorithm: num_iterations num_minibatches mask_truncated_completions dynamic_sampling
-        algorithm: ref_sync_steps ref_sync_alpha
-        optim: learning_rate betas weight_decay max_grad_norm lr_scheduler_type warmup_steps
-        optim: min_lr max_steps num_epochs
-        runtime: precision
-    """,
-}
-"""The marks of each key. A new key needs a line here: may its value differ, and where?"""
+from grpo.config.compared import MAY_DIFFER
 
 
-def test_the_marks_of_every_key():
-    expected = {}
-    for marks, lines in TABLE.items():
-        for line in lines.strip().splitlines():
-            section, colon, names = line.strip().rpartition(": ")
-            for name in names.split():
-                expected[f"{section}.{name}" if colon else name] = set(marks)
-
-    found = {key: set() for key in keys_of(Config)}
-    for mark in (MACHINES, CONTINUED, RUNS):
-        for key in found.keys() - settings_but(mark, Config()).keys():
-            found[key].add(mark)
-    assert found == expected
+def test_what_may_differ_are_keys():
+    """A new key is compared everywhere, until grpo/config/compared.py says that its value may differ."""
+    known = keys_of(Config)
+    sections = {key.partition(".")[0] for key in known}
+    for mark, names in MAY_DIFFER.items():
+        assert set(names.split()) <= known.keys() | sections
+        assert {"seed", "optim.learning_rate", "algorithm.beta"} <= settings_but(mark, Config()).keys()
+    continued = settings_but("may change when a run continues", Config())
+    assert "rollout.engine" in continued
+    assert not {"rollout.server", "eval.every", "checkpoint.keep", "output_dir"} & continued.keys()
+    assert "eval.every" in settings_but("may differ between runs that are compared", Config())
 
 
 def test_ranks_share_settings_but_no_folders():
@@ -89,8 +34,6 @@ def test_ranks_share_settings_but_no_folders():
     shared = on("a")
     assert shared == on("bb")
     assert shared["reward.functions"] == [{"name": "mine.py:score", "weight": 0.5, "args": {}}]
-    assert shared["algorithm.objective"] == "mine.py:loss"
-    assert not {"output_dir", "model.name_or_path", "runtime.threads_per_rank"} & shared.keys()
     for key, value in {"seed": 1, "logging.every": 2, "algorithm.advantages": "mine.py:g"}.items():
         changed = on("a", **{key: value})
         assert [name for name in shared if shared[name] != changed[name]] == [key]
