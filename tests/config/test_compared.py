@@ -13,8 +13,7 @@ def test_what_may_differ_are_keys():
         assert {"seed", "optim.learning_rate", "algorithm.beta"} <= settings_but(mark, Config()).keys()
     continued = settings_but("may change when a run continues", Config())
     assert "rollout.engine" in continued
-    assert not {"rollout.server", "eval.every", "checkpoint.keep", "output_dir"} & continued.keys()
-    assert "eval.every" in settings_but("may differ between runs that are compared", Config())
+    assert not {"rollout.server", "eval.every", "output_dir"} & continued.keys()
 
 
 def test_ranks_share_settings_but_no_folders():
