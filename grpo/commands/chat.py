@@ -21,7 +21,7 @@ from grpo.commands.command import command, command_parser
 from grpo.commands.models import add_model_options, load_engine
 from grpo.config import Config, config_of_models, engine_overrides
 from grpo.data import Rows, make_problems
-from grpo.data.table import instructions_of
+from grpo.data.tasks import task_of
 from grpo.distributed import start_world
 from grpo.model import load_tokenizer, resolve_model
 from grpo.rewards import RewardRunner
@@ -102,7 +102,8 @@ def _sample(
     r, context_length = config.rollout, engine.policy.context_length or 10**9
     max_tokens = r.max_completion_length
     source = f"the chat (context of {context_length} tokens, rollout.max_completion_length={max_tokens})"
-    rows = Rows(source, [prompt], [columns], instructions_of(config.data, config.data.dataset))
+    task = task_of(config.data, config.data.dataset)
+    rows = Rows(source, [prompt], [columns], task and task.instructions)
     data = config.data.model_copy(update={"max_prompt_length": context_length - max_tokens})
     schemas_of = None if tools is None else tools.schemas_of
     problems = make_problems(rows, data, engine.policy.tokenizer, schemas_of=schemas_of).problems

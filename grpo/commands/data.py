@@ -80,15 +80,11 @@ def preview(config: Config, tokenizer: Any, tools: Tools) -> Iterator[str]:
         limit = config.data.max_prompt_length
         yield f"left out: {found.num_too_long} longer than data.max_prompt_length={limit} tokens"
         yield f"left out: {found.num_empty} without text"
-        if found.num_repaired:
-            yield f"kept: {found.num_repaired} with half of a character, which is read as \ufffd"
         if config.data.answer_column is not None:
             without = f"{found.num_without_answer} without an answer"
             yield f"kept: {without}: empty, or data.answer_pattern finds none"
         num_different = len({problem.prompt_ids for problem in problems})
         yield f"duplicates: {len(problems) - num_different} prompts that came before"
-        empty = [f"{count} in {name}" for name, count in rows.empty_cells.items()]
-        yield f"empty cells: {', '.join(empty) or 'none'}"
         if split == "evaluation":
             yield f"in both splits: {count_shared(train, problems)} prompts"
         train = problems

@@ -6,84 +6,67 @@ The built-in ones also demonstrate how to solve a problem, with mistakes, for th
 import hashlib
 import random
 import re
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
-from operator import itemgetter
-from typing import Any
+from collections.abc import Iterator
 
 from grpo.algorithm.seeding import derive_seed
+from grpo.config import DataConfig
 from grpo.system import first_line, import_extra
 
 EVAL_SHARE = 8  # one problem in eight is for evaluation
 
 
-def split_of_problem(task: str, problem: str) -> str:
-    """``"train"`` or ``"eval"``, from a hash of the task's name and the problem: the same for every seed."""
-    digest = hashlib.blake2b(f"{task}:{problem}".encode(), digest_size=8).digest()
-    return "eval" if int.from_bytes(digest, "big") % EVAL_SHARE == 0 else "train"
+class Task:
+    """A family of problems. Each task has a name, ``instructions`` (the system prompt for every model except the tiny
+    one, which is trained without it), in ``untagged_shares`` the shares of noisy demonstrations that leave out a tag
+    (``think``, ``answer`` or ``both``), and these methods:
 
+    - ``draw(rng)``: draw one problem, a row with ``prompt``, ``answer`` and the other columns that its rewards need;
+    - ``problem_key(row)``: a text that is equal for rows with the same problem (``3+5`` and ``5+3``);
+    - ``demonstration(row, rng, noisy=True)``: a response without EOS, text or messages of ``assistant`` and ``tool``,
+      with mistakes or always right.
+    """
 
-def different_rows(
-    draws: Iterable[dict], task: str, key: Callable[[dict], str], split: str, count: int, patience: int
-) -> list[dict]:
-    """The first ``count`` rows of a split with different keys; fewer if ``patience`` draws in a row give no new one."""
-    rows: dict[str, dict] = {}
-    draws_without_new_row = 0
-    for row in draws:
-        problem = key(row)
-        is_new = problem not in rows and split_of_problem(task, problem) == split
-        draws_without_new_row = 0 if is_new else draws_without_new_row + 1
-        if is_new:
-            rows[problem] = row
-        if len(rows) == count or draws_without_new_row == patience:
-            break
-    return list(rows.values())
-
-
-class Task(ABC):
-    """A family of problems. ``name`` and ``instructions`` are set by each task, the shares by those that use tags."""
-
-    name: str
-    instructions: str
-    """The system prompt for every model except the tiny one, which is trained without it."""
-    untagged_shares: dict[str, float]
-    """The shares of noisy demonstrations that leave out a tag: ``think``, ``answer`` or ``both``."""
     num_rows = {"train": 4096, "eval": 512}
-    """The default number of rows per split."""
+    """The largest number of rows per split."""
 
-    @abstractmethod
-    def draw(self, rng: random.Random) -> dict:
-        """Draw one problem: a row with ``prompt``, ``answer`` and the other columns that rewards of this task need."""
-
-    @abstractmethod
-    def problem_key(self, row: dict) -> str:
-        """A text that is equal for rows with the same problem (``3+5`` and ``5+3``)."""
-
-    @abstractmethod
-    def demonstration(self, row: dict, rng: random.Random, noisy: bool = True) -> str | list[dict]:
-        """A response without EOS, text or messages of ``assistant`` and ``tool``: with mistakes, or always right."""
+    def draws(self, split: str, seed: int) -> Iterator[dict]:
+        """Rows of both splits, the same for the same seed."""
+        rng = random.Random(derive_seed(seed, f"tasks/{self.name}/{split}"))
+        while True:
+            yield self.draw(rng)
 
     def split_of(self, row: dict) -> str:
-        """The split that a row belongs to, ``"train"`` or ``"eval"``."""
-        return split_of_problem(self.name, self.problem_key(row))
+        """``"train"`` or ``"eval"``, from a hash of the task's name and the problem: the same for every seed."""
+        text = f"{self.name}:{self.problem_key(row)}"
+        digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+        return "eval" if int.from_bytes(digest, "big") % EVAL_SHARE == 0 else "train"
 
     def rows(self, split: str, seed: int, count: int | None = None) -> list[dict]:
-        """``count`` different problems of one split (``num_rows[split]`` by default), the same for the same seed."""
-        count = self.num_rows[split] if count is None else count
-        rng = random.Random(derive_seed(seed, f"tasks/{self.name}/{split}"))
-        draws = iter(lambda: self.draw(rng), None)
-        rows = different_rows(draws, self.name, self.problem_key, split, count, patience=20_000)
-        if len(rows) < count:
-            raise ValueError(f"task {self.name!r} has about {len(rows)} problems in {split!r}, not {count}")
-        return rows
+        """Different problems of one split, the same for the same seed: ``num_rows[split]``, or ``count`` if less.
+
+        Fewer if the task has no more.
+        """
+        most = self.num_rows[split]
+        count = min(count or most, most)
+        rows = {}
+        for row in self.draws(split, seed):
+            if self.split_of(row) == split:
+                rows.setdefault(self.problem_key(row), row)
+            if len(rows) == count:
+                break
+        return list(rows.values())
 
     def tagged(self, thought: str, answer: str, rng: random.Random, noisy: bool) -> str:
         """A response in its tags; if ``noisy``, the shares ``untagged_shares`` of responses lack some."""
-        shares, missing = self.untagged_shares, "none"
+        missing = "none"
         if noisy:
-            missing = rng.choices([*shares, "none"], [*shares.values(), 1 - sum(shares.values())])[0]
-        thought = thought if missing in ("think", "both") else f"<think>{thought}</think>"
-        answer = answer if missing in ("answer", "both") else f"<answer>{answer}</answer>"
+            shares = self.untagged_shares
+            complete = 1 - sum(shares.values())
+            missing = rng.choices([*shares, "none"], [*shares.values(), complete])[0]
+        if missing not in ("think", "both"):
+            thought = f"<think>{thought}</think>"
+        if missing not in ("answer", "both"):
+            answer = f"<answer>{answer}</answer>"
         return f"{thought}\n{answer}"
 
 
@@ -107,16 +90,21 @@ class Arithmetic(Task):
 
     def draw(self, rng: random.Random) -> dict:
         """Columns: ``prompt`` (``"47+35="``), ``answer`` (``"82"``)."""
-        left, right, operator = rng.randrange(100), rng.randrange(100), rng.choice("+-")
+        left = rng.randrange(100)
+        right = rng.randrange(100)
+        operator = rng.choice("+-")
+        answer = left + right
         if operator == "-":
             left, right = max(left, right), min(left, right)
-        answer = left + right if operator == "+" else left - right
+            answer = left - right
         return {"prompt": f"{left}{operator}{right}=", "answer": str(answer)}
 
     def problem_key(self, row: dict) -> str:
         """The prompt; for a sum, with its numbers sorted."""
         left, operator, right = _parse(row["prompt"])
-        return f"{min(left, right)}+{max(left, right)}" if operator == "+" else f"{left}-{right}"
+        if operator == "+":
+            left, right = min(left, right), max(left, right)
+        return f"{left}{operator}{right}"
 
     def demonstration(self, row: dict, rng: random.Random, noisy: bool = True) -> str:
         carries = not noisy or rng.random() >= self.forgetful_share
@@ -140,9 +128,12 @@ def written_columns(left: int, operator: str, right: int, carries: bool = True) 
     """
     sign = 1 if operator == "+" else -1
     width = len(str(max(left, right)))
-    written, total, carry = [], 0, 0
+    written = []
+    total = 0
+    carry = 0
     for column in range(width):
-        top, bottom = left // 10**column % 10, right // 10**column % 10
+        top = left // 10**column % 10
+        bottom = right // 10**column % 10
         is_last = column == width - 1
         if sign < 0 and top < bottom + carry and not is_last:
             top += 10  # borrowed from the next column
@@ -176,7 +167,8 @@ class Countdown(Task):
         """Columns: ``prompt``, ``target`` (int), ``numbers`` (list[int], in order), ``answer`` (a solution)."""
         while True:
             numbers = [rng.randint(1, 10) for _ in range(rng.choice((3, 3, 3, 4)))]
-            expression, _, target = _random_expression(numbers, rng)
+            expression = _random_expression(numbers, rng)
+            target = _evaluate(expression)[1]
             if 1 <= target <= 99:
                 break
         shown = sorted(numbers)
@@ -188,43 +180,50 @@ class Countdown(Task):
         return f"{row['target']}:{sorted(row['numbers'])}"
 
     def demonstration(self, row: dict, rng: random.Random, noisy: bool = True) -> str:
-        failed = [_random_expression(row["numbers"], rng) for _ in range(rng.randint(0, 1))]
-        attempts = "".join(f"{steps} no " for _, steps, value in failed if value != row["target"])
+        attempt = ""
+        if rng.randint(0, 1):
+            steps, value = _evaluate(_random_expression(row["numbers"], rng))
+            if value != row["target"]:
+                attempt = f"{steps} no "
         answer = row["answer"]
         if noisy and rng.random() < self.gives_up_share:
-            answer = _random_expression(row["numbers"], rng)[0]
-        return self.tagged(f"{attempts}{_evaluate(answer)[0]} ok", answer, rng, noisy)
+            answer = _random_expression(row["numbers"], rng)
+        steps = _evaluate(answer)[0]
+        return self.tagged(f"{attempt}{steps} ok", answer, rng, noisy)
 
 
 OPERATIONS = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__, "/": int.__floordiv__}
 
 
-def _random_expression(numbers: list[int], rng: random.Random) -> tuple[str, str, int]:
-    """An expression (``"(5+3)*2"``) that uses every number once, in any order; its steps (``"5+3=8*2=16"``); its value.
+def _random_expression(numbers: list[int], rng: random.Random) -> str:
+    """An expression (``"(5+3)*2"``) that uses every number once, in any order.
 
     Evaluated from left to right, each result is an integer >= 0.
     """
-    order = rng.sample(numbers, len(numbers))
-    text, value, is_sum = str(order[0]), order[0], False
-    for number in order[1:]:
+    first, *others = rng.sample(numbers, len(numbers))
+    text = str(first)
+    value = first
+    is_sum = False
+    for number in others:
         # Mostly sums and differences, so that the tiny model can solve a problem by trying.
         operators = "+++*" + "---" * (value >= number) + "/" * (value % number == 0)
         operator = rng.choice(operators)
-        text = f"({text})" if is_sum and operator in "*/" else text
+        if is_sum and operator in "*/":
+            text = f"({text})"
         text += f"{operator}{number}"
         is_sum = operator in "+-"
         value = OPERATIONS[operator](value, number)
-    return text, *_evaluate(text)
+    return text
 
 
 def _evaluate(expression: str) -> tuple[str, int]:
-    """The steps of an expression of ``_random_expression``, and its value."""
-    first, *rest = re.findall(r"[0-9]+|[-+*/]", expression)
-    value, written = int(first), first
-    for operator, number in zip(rest[::2], rest[1::2], strict=True):
-        value = OPERATIONS[operator](value, int(number))
-        written += f"{operator}{number}={value}"
-    return written, value
+    """The steps (``"5+3=8*2=16"``) of an expression of ``_random_expression``, and its value."""
+    steps, *others = re.findall(r"[-+*/]?[0-9]+", expression.replace(")", ""))
+    value = int(steps)
+    for step in others:
+        value = OPERATIONS[step[0]](value, int(step[1:]))
+        steps += f"{step}={value}"
+    return steps, value
 
 
 class Calculator(Task):
@@ -251,21 +250,31 @@ class Calculator(Task):
             digit = rng.randrange(1, 10)
             number -= max(0, number % 10 + digit - 9)  # so that there is no carry
             return {"prompt": f"{number}+{digit}=", "answer": str(number + digit)}
-        left, right = rng.randrange(32, 100), rng.randrange(32, 100)
-        form, sign = rng.choice((("{1}*{2}+{0}", 1), ("{0}+{1}*{2}", 1), ("{1}*{2}-{0}", -1)))
-        return {"prompt": form.format(number, left, right) + "=", "answer": str(left * right + sign * number)}
+        left = rng.randrange(32, 100)
+        right = rng.randrange(32, 100)
+        form = rng.choice(("{1}*{2}+{0}=", "{0}+{1}*{2}=", "{1}*{2}-{0}="))
+        prompt = form.format(number, left, right)
+        if "-" in form:
+            number = -number
+        return {"prompt": prompt, "answer": str(left * right + number)}
 
     def problem_key(self, row: dict) -> str:
         """The answer and the sorted numbers."""
-        return f"{row['answer']}:{sorted(map(int, re.findall('[0-9]+', row['prompt'])))}"
+        numbers = map(int, re.findall("[0-9]+", row["prompt"]))
+        return f"{row['answer']}:{sorted(numbers)}"
 
     def demonstration(self, row: dict, rng: random.Random, noisy: bool = True) -> str | list[dict]:
-        expression, answer = row["prompt"].removesuffix("="), row["answer"]
+        expression = row["prompt"].removesuffix("=")
+        answer = row["answer"]
         is_easy = "*" not in expression
-        if rng.random() < (self.calls_share if noisy else self.easy_calls_share if is_easy else 1):
+        share = self.easy_calls_share if is_easy else 1
+        if noisy:
+            share = self.calls_share
+        if rng.random() < share:
             return _conversation(f"<calculator>{expression}</calculator>", answer, f"<answer>{answer}</answer>")
-        guess = answer if is_easy else round(int(answer) * rng.uniform(0.8, 1.2))
-        return f"<answer>{guess}</answer>"
+        if not is_easy:
+            answer = round(int(answer) * rng.uniform(0.8, 1.2))
+        return f"<answer>{answer}</answer>"
 
 
 class GuessNumber(Task):
@@ -287,32 +296,79 @@ class GuessNumber(Task):
 
     def draw(self, rng: random.Random) -> dict:
         """Columns: ``prompt`` (``"Guess 7..18."``), ``secret`` (``14``), ``answer`` (``"14"``)."""
-        low, size = rng.randint(1, 20), rng.randint(8, 15)
-        secret = rng.randrange(low, low + size)
-        return {"prompt": f"Guess {low}..{low + size - 1}.", "secret": secret, "answer": str(secret)}
+        low = rng.randint(1, 20)
+        end = low + rng.randint(8, 15)
+        secret = rng.randrange(low, end)
+        return {"prompt": f"Guess {low}..{end - 1}.", "secret": secret, "answer": str(secret)}
 
     def problem_key(self, row: dict) -> str:
         """The prompt and the hidden number."""
         return f"{row['prompt']}{row['secret']}"
 
     def demonstration(self, row: dict, rng: random.Random, noisy: bool = True) -> list[dict]:
-        first, last = low, high = [int(number) for number in re.findall("[0-9]+", row["prompt"])]
+        first, last = map(int, re.findall("[0-9]+", row["prompt"]))
+        low = first
+        high = last
         turns: list[str] = []
         is_careless = noisy and rng.random() < self.careless_share
         while len(turns) < 2 * self.max_guesses and "right" not in turns:
             guess = rng.randint(first, last) if is_careless else (low + high) // 2
-            hint = "right" if guess == row["secret"] else "higher" if guess < row["secret"] else "lower"
-            turns += [f"<guess>{guess}</guess>", hint]
-            if hint == "higher":
+            if guess == row["secret"]:
+                hint = "right"
+            elif guess < row["secret"]:
+                hint = "higher"
                 low = max(low, guess + 1)
             else:
+                hint = "lower"
                 high = min(high, guess - 1)
+            turns += [f"<guess>{guess}</guess>", hint]
         return _conversation(*turns, "done")
 
 
 def _conversation(*turns: str) -> list[dict]:
     """Messages of the model and of its tool in turn; the first and the last are the model's."""
     return [{"role": ("assistant", "tool")[i % 2], "content": turn} for i, turn in enumerate(turns)]
+
+
+GYM_DRAWS = 8192
+"""Draws from a task of reasoning-gym; one that repeats many problems gives fewer rows."""
+
+
+class Gym(Task):
+    """A task of reasoning-gym. Rows have ``metadata``: what the task's scorer needs besides prompt and answer."""
+
+    instructions = (
+        "Solve the problem. Think step by step between <think> and </think>, then write the answer alone, in the form "
+        "the problem asks for, between <answer> and </answer>."
+    )
+    num_rows = {"train": 2048, "eval": 256}
+
+    def __init__(self, name: str, arguments: dict):
+        self.name = name
+        self.arguments = arguments
+
+    def problem_key(self, row: dict) -> str:
+        return row["prompt"]
+
+    def draws(self, split: str, seed: int) -> Iterator[dict]:
+        """``ValueError`` if the task does not exist, or not with these arguments."""
+        setting = f"data.dataset=reasoning_gym:{self.name}"
+        library = import_extra("reasoning_gym", "gym", setting)
+        task_seed = derive_seed(seed, f"reasoning_gym/{self.name}/{split}") % 2**31
+        try:
+            dataset = library.create_dataset(
+                self.name,
+                size=GYM_DRAWS,
+                seed=task_seed,
+                **self.arguments,
+            )
+            for index in range(GYM_DRAWS):
+                row = dataset[index]
+                # Some scorers depend on the arguments of their task.
+                metadata = row["metadata"] | {"arguments_of_task": self.arguments}
+                yield {"prompt": row["question"], "answer": row["answer"], "metadata": metadata}
+        except Exception as error:  # the arguments are the user's, and each task checks its own
+            raise ValueError(f"{setting}: {type(error).__name__}: {first_line(error)}") from error
 
 
 TASKS: dict[str, type[Task]] = {task.name: task for task in (Arithmetic, Countdown, Calculator, GuessNumber)}
@@ -325,68 +381,11 @@ def load_task(name: str) -> Task:
     return TASKS[name]()
 
 
-GYM_INSTRUCTIONS = (
-    "Solve the problem. Think step by step between <think> and </think>, then write the answer alone, in the form the "
-    "problem asks for, between <answer> and </answer>."
-)
-"""The system prompt for tasks of reasoning-gym: the reward reads the answer between the tags."""
-GYM_ROWS = {"train": 2048, "eval": 256}
-GYM_PATIENCE = 2000
-"""After so many draws in a row without a new problem, a task is taken to have no more problems."""
-
-
-def gym_rows(
-    task: str,
-    split: str,
-    seed: int,
-    limit: int | None,
-    arguments: dict[str, Any],
-) -> list[dict]:
-    """Different problems of a task of reasoning-gym: at most ``limit`` or ``GYM_ROWS``, the same for the same seed.
-
-    Rows have ``prompt``, ``answer`` and ``metadata`` (what the task's scorer needs besides the two).
-    ``ValueError`` if the task does not exist, or not with these arguments.
-    """
-    count = min(limit or GYM_ROWS[split], GYM_ROWS[split])
-    max_draws = 2 * EVAL_SHARE * count + GYM_PATIENCE
-    task_seed = derive_seed(seed, f"reasoning_gym/{task}/{split}") % 2**31
-    setting = f"data.dataset=reasoning_gym:{task}"
-    library = import_extra("reasoning_gym", "gym", setting)
-    settings = {task: arguments}
-    try:
-        if task == "composite":
-            specs = [library.composite.DatasetSpec(**spec) for spec in arguments["datasets"]]
-            arguments = arguments | {"datasets": specs}
-            settings = {spec.name: spec.config for spec in specs}
-        dataset = library.create_dataset(
-            task,
-            size=max_draws,
-            seed=task_seed,
-            **arguments,
-        )
-        found = different_rows(
-            (dataset[i] for i in range(max_draws)),
-            task,
-            itemgetter("question"),
-            split,
-            count,
-            GYM_PATIENCE,
-        )
-    except Exception as error:  # the arguments are the user's, and each task checks its own
-        raise ValueError(f"{setting}: {type(error).__name__}: {first_line(error)}") from error
-
-    rows = []
-    for row in found:
-        metadata = row["metadata"]
-        # Some scorers depend on the arguments of their task, so that the reward needs them too.
-        given = settings[metadata["source_dataset"]]
-        if given:
-            metadata["arguments_of_task"] = given
-        rows.append(
-            {
-                "prompt": row["question"],
-                "answer": row["answer"],
-                "metadata": metadata,
-            }
-        )
-    return rows
+def task_of(config: DataConfig, dataset: str) -> Task | None:
+    """The task that ``dataset`` names; None: it names rows that are stored somewhere."""
+    source, _, name = dataset.partition(":")
+    if source == "builtin":
+        return load_task(name)
+    if source == "reasoning_gym":
+        return Gym(name, config.config_name or {})
+    return None

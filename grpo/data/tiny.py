@@ -28,12 +28,12 @@ from grpo.data.tasks import Task, load_task
 
 CONTEXT = 1024
 """Most tokens of a prompt and its completion: room for the default of ``rollout.max_completion_length``."""
+SEED = 0
 RECIPE_VERSION = 3
 """Part of the cache key. Increase it with any change to the demonstrations, the tokenizer or the training below."""
 
 PAD, EOS, TURN = "<|pad|>", "<|im_end|>", "<|im_start|>"
-TAGS = ("<think>", "</think>", "<answer>", "</answer>")
-ROLES = ("system", "user", "assistant")
+WORDS = ("<think>", "</think>", "<answer>", "</answer>", "system", "user", "assistant")
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
@@ -77,10 +77,19 @@ def build_tokenizer() -> Qwen2Tokenizer:
     class must be Qwen2's: transformers 5 loads any folder of a Qwen2 model with it, whatever tokenizer was saved.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {symbol: i for i, symbol in enumerate((PAD, EOS, TURN, *alphabet))}
-    special = dict(pad_token=PAD, eos_token=EOS, unk_token=None, additional_special_tokens=[TURN])
-    tokenizer = Qwen2Tokenizer(vocab=vocabulary, merges=[], padding_side="left", model_max_length=CONTEXT, **special)
-    tokenizer.add_tokens([AddedToken(text, normalized=False, special=False) for text in (*TAGS, *ROLES)])
+    vocabulary = {symbol: id for id, symbol in enumerate((PAD, EOS, TURN, *alphabet))}
+    tokenizer = Qwen2Tokenizer(
+        vocab=vocabulary,
+        merges=[],
+        padding_side="left",
+        model_max_length=CONTEXT,
+        pad_token=PAD,
+        eos_token=EOS,
+        unk_token=None,
+        additional_special_tokens=[TURN],
+    )
+    for text in WORDS:
+        tokenizer.add_tokens(AddedToken(text, normalized=False, special=False))
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
 
@@ -90,34 +99,29 @@ def is_tiny_tokenizer(tokenizer: Any) -> bool:
     return tokenizer.get_vocab() == build_tokenizer().get_vocab()
 
 
-def build_tiny_model(
-    task: str = "arithmetic", seed: int = 0, cache_dir: Path | None = None, recipe: Recipe | None = None
-) -> Path:
+def build_tiny_model(task: str = "arithmetic") -> Path:
     """Train the tiny model for a task, or return the folder of an earlier call from the cache.
 
-    The folder has model (fp32) and tokenizer. ``cache_dir`` is the parent of such folders, by default
-    ``$XDG_CACHE_HOME/grpo``, else ``~/.cache/grpo``. Besides ``seed``, torch's version and thread count determine the
-    weights.
+    The folder has model (fp32) and tokenizer, and lies in ``$XDG_CACHE_HOME/grpo``, else ``~/.cache/grpo``. Torch's
+    version and thread count determine the weights, too.
     """
     load_task(task)  # raises for an unknown task, before anything is written
-    recipe = recipe or RECIPES[task]
-    if cache_dir is None:
-        cache_dir = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "grpo"
-    facts = {"task": task, "seed": seed, "version": RECIPE_VERSION, "torch": torch.__version__, **asdict(recipe)}
-    key = hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=6).hexdigest()
-    folder = Path(cache_dir).expanduser() / f"tiny-{task}-seed{seed}-{key}"
+    recipe = RECIPES[task]
+    facts = {"task": task, "seed": SEED, "version": RECIPE_VERSION, "torch": torch.__version__, **asdict(recipe)}
+    text = json.dumps(facts, sort_keys=True)
+    key = hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "grpo"
+    folder = cache / f"tiny-{task}-seed{SEED}-{key}"
     if folder.exists():
         return folder
-    print(f"building the tiny model, for about a minute: {folder.parent} has none yet ...", file=sys.stderr, flush=True)
+    print(f"building the tiny model, for about a minute: {cache} has none yet ...", file=sys.stderr, flush=True)
 
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    cache.mkdir(parents=True, exist_ok=True)
     # A folder that is renamed at the end is complete if it exists, also after a kill or with two builds at a time.
-    prefix = f".{folder.name}-"
-    with tempfile.TemporaryDirectory(prefix=prefix, dir=folder.parent, ignore_cleanup_errors=True) as unfinished:
+    with tempfile.TemporaryDirectory(dir=cache, ignore_cleanup_errors=True) as unfinished:
         tokenizer = build_tokenizer()
-        warm_start(task, seed, tokenizer, recipe).save_pretrained(unfinished)
+        warm_start(task, tokenizer, recipe).save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)
-        (Path(unfinished) / "recipe.json").write_text(json.dumps(facts, indent=2) + "\n")
         os.chmod(unfinished, 0o755)  # temporary folders can be read only by their owner
         try:
             os.rename(unfinished, folder)
@@ -127,24 +131,33 @@ def build_tiny_model(
     return folder
 
 
-def warm_start(task_name: str, seed: int, tokenizer: Qwen2Tokenizer, recipe: Recipe) -> Qwen2ForCausalLM:
+def warm_start(task_name: str, tokenizer: Qwen2Tokenizer, recipe: Recipe) -> Qwen2ForCausalLM:
     """Train a new model on demonstrations of training problems. The loss covers response tokens only."""
     task = load_task(task_name)
-    rng = random.Random(derive_seed(seed, f"tiny/{task_name}/demonstrations"))
-    model = _initial_model(tokenizer, recipe, derive_seed(seed, f"tiny/{task_name}/weights"))
+    rng = random.Random(derive_seed(SEED, f"tiny/{task_name}/demonstrations"))
+    model = _initial_model(tokenizer, recipe, derive_seed(SEED, f"tiny/{task_name}/weights"))
     model.train()
-    rates = dict(lr=recipe.learning_rate, betas=(0.9, 0.98), weight_decay=recipe.weight_decay)
-    optimizer = torch.optim.AdamW(model.parameters(), **rates)
+    optimizer = torch.optim.AdamW(
+        model.parameters(),
+        lr=recipe.learning_rate,
+        betas=(0.9, 0.98),
+        weight_decay=recipe.weight_decay,
+    )
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _learning_rate_factor(step, recipe))
     for step in tqdm(range(recipe.steps), "warm start", unit="step", disable=None, leave=False):
-        ids_BS, labels_BS = _demonstrations(task, rng, tokenizer, recipe.batch_size, noisy=step >= recipe.clean_steps)
+        is_noisy = step >= recipe.clean_steps
+        ids_BS, labels_BS = _demonstrations(task, rng, tokenizer, recipe.batch_size, is_noisy)
         # Padding is on the right, and causal attention looks left only, so no attention mask is needed.
         logits_BSV = model(input_ids=ids_BS, use_cache=False).logits
-        loss = cross_entropy(logits_BSV[:, :-1].flatten(0, 1), labels_BS[:, 1:].flatten(), ignore_index=IGNORE_INDEX)
+        loss = cross_entropy(
+            logits_BSV[:, :-1].flatten(0, 1),
+            labels_BS[:, 1:].flatten(),
+            ignore_index=IGNORE_INDEX,
+        )
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        optimizer.zero_grad()
         schedule.step()
     return model.eval()
 
@@ -152,12 +165,19 @@ def warm_start(task_name: str, seed: int, tokenizer: Qwen2Tokenizer, recipe: Rec
 def _initial_model(tokenizer: Qwen2Tokenizer, recipe: Recipe, seed: int) -> Qwen2ForCausalLM:
     config = Qwen2Config(
         vocab_size=len(tokenizer),
-        hidden_size=recipe.hidden_size, intermediate_size=recipe.intermediate_size,
-        num_hidden_layers=recipe.num_layers, num_attention_heads=recipe.num_heads, num_key_value_heads=recipe.num_heads,
-        max_position_embeddings=CONTEXT, initializer_range=recipe.initializer_range, tie_word_embeddings=True,
+        hidden_size=recipe.hidden_size,
+        intermediate_size=recipe.intermediate_size,
+        num_hidden_layers=recipe.num_layers,
+        num_attention_heads=recipe.num_heads,
+        num_key_value_heads=recipe.num_heads,
+        max_position_embeddings=CONTEXT,
+        initializer_range=recipe.initializer_range,
+        tie_word_embeddings=True,
         dtype="float32",
-        bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
-    )  # fmt: skip
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
     with torch.random.fork_rng(devices=[]):
         torch.random.manual_seed(seed)
         return Qwen2ForCausalLM(config).float()
@@ -167,29 +187,35 @@ def _learning_rate_factor(step: int, recipe: Recipe) -> float:
     """Linear warm-up, then cosine decay to zero."""
     if step < recipe.warmup_steps:
         return (step + 1) / recipe.warmup_steps
-    return 0.5 * (1 + math.cos(math.pi * (step - recipe.warmup_steps) / max(1, recipe.steps - recipe.warmup_steps)))
+    decay_steps = max(1, recipe.steps - recipe.warmup_steps)
+    return 0.5 * (1 + math.cos(math.pi * (step - recipe.warmup_steps) / decay_steps))
 
 
 def _demonstrations(
     task: Task, rng: random.Random, tokenizer: Qwen2Tokenizer, batch_size: int, noisy: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Training problems with one response each: ids and labels, ``[B, S]``. Only tokens of the response have labels."""
-    ids, labels = [], []
+    ids = []
+    labels = []
     while len(ids) < batch_size:
         row = task.draw(rng)
         if task.split_of(row) != "train":
             continue
         response = task.demonstration(row, rng, noisy)
-        messages = [{"role": "assistant", "content": response}] if isinstance(response, str) else response
-        ids.append([])
-        labels.append([])
-        for message in [{"role": "user", "content": row["prompt"]}, *messages]:
+        if isinstance(response, str):
+            response = [{"role": "assistant", "content": response}]
+        row_ids = []
+        row_labels = []
+        for message in [{"role": "user", "content": row["prompt"]}, *response]:
             is_response = message["role"] == "assistant"
             text = message["content"] + EOS
             if not is_response:
                 text = tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
-                text = "\n" * bool(ids[-1]) + text  # what follows EOS where a tool answers a response
+                if row_ids:
+                    text = "\n" + text  # what follows EOS where a tool answers a response
             message_ids = tokenizer.encode(text, add_special_tokens=False)
-            ids[-1] += message_ids
-            labels[-1] += message_ids if is_response else [IGNORE_INDEX] * len(message_ids)
+            row_ids += message_ids
+            row_labels += message_ids if is_response else [IGNORE_INDEX] * len(message_ids)
+        ids.append(row_ids)
+        labels.append(row_labels)
     return right_pad(ids, tokenizer.pad_token_id), right_pad(labels, IGNORE_INDEX)

@@ -25,15 +25,15 @@ def test_the_preview_shows_prompts_as_the_model_sees_them_and_what_is_left_out(t
     assert shown.count("--- prompt ") == 3
     system, question = "| <|im_start|>system\n| Be brief.<|im_end|>", "| <|im_start|>user\n| 2+2=<|im_end|>"
     assert f"{system}\n{question}\n| <|im_start|>assistant\n" in shown
-    assert "--- prompt 2 of 10 (line 3), " in shown
+    assert "--- prompt 2 of 10 (row 3), " in shown
     assert "  answer = '4'\n" in shown and "  level = 2\n" in shown and "  gold = '#### 4'\n" in shown
     assert "12 rows, 10 used; prompt tokens: shortest " in shown
     assert "left out: 1 longer than data.max_prompt_length=80 tokens" in shown
     assert "left out: 1 without text" in shown
     assert "kept: 5 without an answer" in shown
-    assert "duplicates: 1 prompts that came before\nempty cells: 1 in q, 1 in gold\n" in shown
+    assert "duplicates: 1 prompts that came before\n" in shown
     evaluation = shown.split("--- evaluation")[1]
-    assert "2 rows, 1 used" in evaluation and "empty cells: none\nin both splits: 1 prompts\n" in evaluation
+    assert "2 rows, 1 used" in evaluation and "in both splits: 1 prompts\n" in evaluation
     assert main([f"model.name_or_path={random_model}", "data.max_train_samples=3", "data.eval_split=none"]) == 0
     shown = capsys.readouterr().out
     assert "answer_pattern" not in shown and "--- evaluation" not in shown

@@ -3,6 +3,7 @@
 import functools
 import json
 import multiprocessing
+import os
 import random
 import re
 import subprocess
@@ -19,8 +20,15 @@ from grpo.data.tasks import TASKS, Arithmetic, Calculator, Task, load_task, writ
 from grpo.data.tiny import Recipe, build_tiny_model, build_tokenizer
 from grpo.rewards.builtin import evaluate_expression
 
-SIZES = dict(hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2)
-QUICK = Recipe(**SIZES, clean_steps=1, noisy_steps=2, batch_size=4)
+QUICK = Recipe(
+    hidden_size=32,
+    intermediate_size=64,
+    num_layers=1,
+    num_heads=2,
+    clean_steps=1,
+    noisy_steps=2,
+    batch_size=4,
+)
 FORMAT = re.compile(r"<think>[^<]*</think>\n<answer>[^<]*</answer>")
 
 
@@ -39,14 +47,13 @@ def test_train_and_eval_share_no_problem_whatever_the_seed(name: str):
     assert len(rows_of(name, "eval")) == len(evaluation[0]) == task.num_rows["eval"]
 
 
-def test_commutative_duplicates_are_one_problem_and_too_many_rows_are_refused():
-    arithmetic, countdown = load_task("arithmetic"), load_task("countdown")
+def test_commutative_duplicates_are_one_problem():
+    arithmetic = load_task("arithmetic")
+    countdown = load_task("countdown")
     assert arithmetic.problem_key({"prompt": "47+35="}) == arithmetic.problem_key({"prompt": "35+47="})
     assert arithmetic.problem_key({"prompt": "47-35="}) != arithmetic.problem_key({"prompt": "47+35="})
-    keys = [countdown.problem_key({"target": 8, "numbers": numbers}) for numbers in ([1, 2, 5], [5, 1, 2])]
-    assert keys[0] == keys[1]
-    with pytest.raises(ValueError, match="not 100000"):
-        arithmetic.rows("eval", 0, count=100_000)
+    keys = {countdown.problem_key({"target": 8, "numbers": numbers}) for numbers in ([1, 2, 5], [5, 1, 2])}
+    assert len(keys) == 1
 
 
 @pytest.mark.slow
@@ -151,14 +158,17 @@ def test_every_countdown_problem_has_the_solution_it_names(split: str):
         assert len(row["numbers"]) in (3, 4)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return build_tiny_model(cache_dir=tmp_path_factory.mktemp("cache"), recipe=QUICK)
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for task in ("arithmetic", "countdown"):
+        monkeypatch.setitem(tiny.RECIPES, task, QUICK)
+    return tmp_path
 
 
-def test_text_survives_the_tokenizer_as_saved_and_as_read_back(folder):
+def test_text_survives_the_tokenizer_as_saved_and_as_read_back(cache):
     text = "<think>a  b\n 7+5=12</think>\n<answer> 82 </answer>  users\té漢🙂\r\n\n "
-    for tokenizer in (build_tokenizer(), AutoTokenizer.from_pretrained(folder)):
+    for tokenizer in (build_tokenizer(), AutoTokenizer.from_pretrained(build_tiny_model())):
         ids = tokenizer.encode(text)
         assert tokenizer.decode(ids) == tokenizer.decode(ids, skip_special_tokens=True) == text
         assert len(tokenizer.encode("<think></think><answer></answer>")) == 4
@@ -172,43 +182,46 @@ def test_text_survives_the_tokenizer_as_saved_and_as_read_back(folder):
         assert text_of_chat == turns and len(tokenizer.encode(turns)) == 21
 
 
-def test_a_second_build_is_read_from_the_cache_and_one_that_fails_leaves_nothing(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    first = build_tiny_model(recipe=QUICK)
-    assert first.parent == tmp_path / "grpo"
+def test_a_second_build_is_read_from_the_cache_and_one_that_fails_leaves_nothing(cache, monkeypatch):
+    first = build_tiny_model()
+    assert first.parent == cache / "grpo"
     modified = (first / "model.safetensors").stat().st_mtime_ns
-    assert build_tiny_model(recipe=QUICK) == first
+    assert build_tiny_model() == first
     assert (first / "model.safetensors").stat().st_mtime_ns == modified
-    others = [build_tiny_model("countdown", recipe=QUICK), build_tiny_model(seed=1, recipe=QUICK)]
+    other = build_tiny_model("countdown")
+    monkeypatch.setitem(tiny.RECIPES, "arithmetic", replace(QUICK, num_heads=0))
     with pytest.raises(ZeroDivisionError):
-        build_tiny_model(recipe=replace(QUICK, num_heads=0))
+        build_tiny_model()
     with pytest.raises(ValueError, match="unknown task"):
         build_tiny_model("sudoku")
-    assert sorted(first.parent.iterdir()) == sorted({first, *others}), "nothing half-written is left"
+    assert {*first.parent.iterdir()} == {first, other}, "nothing half-written is left"
 
 
-def _build(cache_dir) -> str:
-    return str(build_tiny_model(cache_dir=cache_dir, recipe=QUICK))
+def _build(cache) -> str:
+    os.environ["XDG_CACHE_HOME"] = str(cache)
+    tiny.RECIPES["arithmetic"] = QUICK
+    return str(build_tiny_model())
 
 
 @pytest.mark.slow
 def test_processes_that_build_the_model_at_the_same_time_agree(tmp_path):
     with multiprocessing.get_context("spawn").Pool(2) as pool:
         folders = set(pool.map(_build, [tmp_path] * 2, chunksize=1))
-    assert len(folders) == 1 and [str(path) for path in tmp_path.iterdir()] == list(folders)
+    assert len(folders) == 1
+    assert [str(path) for path in (tmp_path / "grpo").iterdir()] == list(folders)
 
 
-def test_same_seed_same_weights_and_global_randomness_is_left_alone(tmp_path):
-    torch.manual_seed(5)
-    random.seed(5)
-    state, python_state = torch.get_rng_state(), random.getstate()
-    first = build_tiny_model(cache_dir=tmp_path / "a", recipe=QUICK)
-    assert torch.equal(torch.get_rng_state(), state) and random.getstate() == python_state
-    torch.manual_seed(6)
-    second = build_tiny_model(cache_dir=tmp_path / "b", recipe=QUICK)
-    assert (first / "model.safetensors").read_bytes() == (second / "model.safetensors").read_bytes()
-    other = build_tiny_model(seed=1, cache_dir=tmp_path / "a", recipe=QUICK)
-    assert (first / "model.safetensors").read_bytes() != (other / "model.safetensors").read_bytes()
+def test_the_same_weights_each_time_and_global_randomness_is_left_alone():
+    weights = []
+    for seed in (5, 6):
+        torch.manual_seed(seed)
+        random.seed(seed)
+        state = torch.get_rng_state()
+        python_state = random.getstate()
+        model = tiny.warm_start("arithmetic", build_tokenizer(), QUICK)
+        assert torch.equal(torch.get_rng_state(), state) and random.getstate() == python_state
+        weights.append(torch.nn.utils.parameters_to_vector(model.parameters()))
+    assert torch.equal(*weights)
 
 
 def test_the_tiny_model_has_room_for_the_defaults():

@@ -10,6 +10,7 @@ from conftest import load, run_trainer, small_run
 
 from grpo.algorithm.batch import Completion, Group, Problem, right_pad
 from grpo.algorithm.logprobs import CompletionScorer
+from grpo.config import DataConfig
 from grpo.data import render
 from grpo.rollout import Stops
 from grpo.telemetry.samples import read_samples, sample_records, write_samples
@@ -92,7 +93,7 @@ def test_the_log_probs_are_those_of_the_policy_before_and_after_the_step(tmp_pat
         assert row["answer"] == str(eval(row["prompt"].rstrip("="))), row["prompt"]
         assert len(row["tokens"]) == len(row["token_ids"]) == row["length"]
         assert stops.text(row["token_ids"]) == row["completion"]
-        prompt_ids = tokenizer(render(row["prompt"], tokenizer, None, []), add_special_tokens=False)["input_ids"]
+        prompt_ids = tokenizer(render(row["prompt"], tokenizer, DataConfig()), add_special_tokens=False)["input_ids"]
         ids = row["token_ids"]
         mask_BT = torch.ones(1, len(ids), dtype=torch.bool)
         for column, policy in policies.items():
