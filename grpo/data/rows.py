@@ -128,29 +128,14 @@ def _read_json(path: Path) -> list[dict]:
 
 
 def rows_of(table: Any, name: str, limit: int | None = None) -> list[dict]:
-    """The first ``limit`` rows (None: all) of a list of mappings, a dataset of ``datasets`` or a pandas DataFrame.
+    """The first ``limit`` rows (None: all) of a list of mappings or a dataset of ``datasets``.
 
     ``ValueError``, about the argument ``name``: it is something else, or may be endless and has no limit.
     """
-    if hasattr(table, "columns") and hasattr(table, "notna"):
-        # pandas writes a missing value as NaN, and then the integers of that column as floats.
-        cells = table.convert_dtypes().astype(object)
-        table = _without_arrays(cells.where(table.notna(), None).to_dict("records"))
     if limit is None and not hasattr(table, "__len__"):
         raise ValueError(f"{name} has no length and may be endless: set data.max_train_samples and max_eval_samples")
-    expected = f"{name} must be a list of mappings, a datasets.Dataset (one split) or a pandas DataFrame"
+    expected = f"{name} must be a list of mappings or one split of datasets (datasets.Dataset.from_pandas makes one)"
     return with_all_columns(list(itertools.islice(table, limit)), expected)
-
-
-def _without_arrays(value: Any) -> Any:
-    """A value without NumPy's types: the lists of a Parquet file are arrays in a DataFrame, at any depth."""
-    if hasattr(value, "tolist"):
-        value = value.tolist()
-    if isinstance(value, dict):
-        return {key: _without_arrays(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_without_arrays(item) for item in value]
-    return value
 
 
 def with_all_columns(rows: list[Any], expected: str) -> list[dict]:

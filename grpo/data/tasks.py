@@ -309,7 +309,7 @@ class GuessNumber(Task):
         first, last = map(int, re.findall("[0-9]+", row["prompt"]))
         low = first
         high = last
-        turns: list[str] = []
+        turns = []
         is_careless = noisy and rng.random() < self.careless_share
         while len(turns) < 2 * self.max_guesses and "right" not in turns:
             guess = rng.randint(first, last) if is_careless else (low + high) // 2
@@ -371,7 +371,7 @@ class Gym(Task):
             raise ValueError(f"{setting}: {type(error).__name__}: {first_line(error)}") from error
 
 
-TASKS: dict[str, type[Task]] = {task.name: task for task in (Arithmetic, Countdown, Calculator, GuessNumber)}
+TASKS = {task.name: task for task in (Arithmetic, Countdown, Calculator, GuessNumber)}
 
 
 def load_task(name: str) -> Task:

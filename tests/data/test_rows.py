@@ -114,21 +114,13 @@ def test_csv_cells_are_the_texts_that_are_written(tmp_path, folder):
 def test_rows_as_python_objects():
     rows = [{"prompt": "a", "tests": ["x", "y"], "n": 1}, {"prompt": "b", "tests": None}]
     expected = [rows[0], {"prompt": "b", "tests": None, "n": None}]
-    for given in (rows, datasets.Dataset.from_list(rows), pandas.DataFrame(rows)):
+    for given in (rows, datasets.Dataset.from_list(rows)):
         found = rows_of(given, "dataset")
         assert repr(found) == repr(expected)
-    for given in ({"prompt": ["a"]}, datasets.DatasetDict(train=datasets.Dataset.from_list(rows)), ["a"], "file.jsonl"):
+    splits = datasets.DatasetDict(train=datasets.Dataset.from_list(rows))
+    for given in ({"prompt": ["a"]}, splits, pandas.DataFrame(rows), ["a"], "file.jsonl"):
         with pytest.raises(ValueError, match="dataset must be a list of mappings"):
             rows_of(given, "dataset")
-
-
-def test_cells_of_a_data_frame_are_those_of_its_file_or_of_python(tmp_path):
-    cell = {"ground_truth": {"numbers": [1, 2], "tests": [{"inputs": ["1"]}]}}
-    path = tmp_path / "d.parquet"
-    datasets.Dataset.from_list([{"prompt": "a", "reward_model": cell}]).to_parquet(path)
-    assert rows_of(pandas.read_parquet(path), "dataset") == [{"prompt": "a", "reward_model": cell}]
-    rows = [{"cell": {"a": 1}}, {"cell": {"b": [2]}}]
-    assert rows_of(pandas.DataFrame(rows), "dataset") == rows, "no keys of other rows"
 
 
 def test_endless_rows_are_read_up_to_the_limit_or_refused():
