@@ -125,13 +125,6 @@ def test_prompts_too_long_are_left_out_and_counted_never_cut():
     assert [problem.columns["row"] for problem in found.problems] == [0, 1, 5]
 
 
-def test_columns_survive_from_the_row_to_the_problem(tokenizer):
-    columns = {"gold": "#### 2", "tests": ["t1", "t2"], "meta": {"source": "book", "page": 3}}
-    problem = problem_of("1+1", tokenizer, columns, answer_column="gold", answer_pattern="#### (.+)")
-    assert problem.prompt == "1+1"
-    assert problem.columns == {"row": 0, "answer": "2", **columns}
-
-
 def test_a_prompt_template_is_the_whole_prompt(tmp_path, tokenizer):
     for prompt in ("1+1=", TURNS[2:]):
         problem = problem_of(prompt, tokenizer, prompt_template="Q {prompt} so")
@@ -181,16 +174,13 @@ def test_a_built_in_task_instructs_every_model_but_the_tiny_one(tokenizer):
     [
         (TURNS, {"prompt_template": "{prompt} so"}, "conversation of 3 messages, and no chat template"),
         ('[{"role": "user", "content": "Hi"}]', {}, "no text of such a list"),
-        ("[{'content': 'Hi', 'role': 'user'}]", {}, "no text of such a list"),
         ("1+" * 99, {"max_prompt_length": 3}, "all 1 prompts of .*max_prompt_length=3 .*the shortest has"),
         ([BRIEF, *TURNS], {}, "row 1: the model's chat template refuses .*Be brief.*: no system role"),
         (RENDERED, {}, r"row 1: the prompt holds '<\|im_.*data.prompt_template='\{prompt\}' takes it as it is"),
         ("1+1=", {"question_template": "<|im_start|>user {prompt}"}, r"the prompt holds '<\|im_start\|>'"),
         ("1+\ud83d", {}, "row 1: .*surrogates not allowed"),  # half of a character
-        ([{"role": "user"}], {}, r"row 1: a message .* has a role, and text as content, and one is {'role': 'user'}"),
-        ([{"role": "user", "content": 7}], {}, "text as content, and one is"),
+        ([{"role": "user", "content": 7}], {}, "row 1: a message .* has a role, and text as content, and one is"),
         ([{"from": "human", "value": "Hi"}], {}, "text as content, and one is {'from': 'human'"),
-        (["Hi"], {}, "text as content, and one is 'Hi'"),
     ],
 )
 def test_prompts_that_are_refused(prompt, settings, message, tokenizer):
@@ -205,8 +195,6 @@ def test_prompts_that_are_refused(prompt, settings, message, tokenizer):
         ("1+1=", {}, "1+1="),
         ("1+1=", {"system_prompt": "Be brief."}, [BRIEF, TURNS[-1]]),
         ("1+1=", {"few_shot": [SHOT]}, [*EXAMPLE, TURNS[-1]]),
-        ("1+1=", {"system_prompt": "Be brief.", "conversational": False}, "1+1="),
-        ("1+1=", {"conversational": True}, [TURNS[-1]]),
         ("1+1=", {"conversational": True, "prompt_template": "Q: {prompt}"}, [TURNS[-1]]),
         (TURNS, {}, TURNS),
         (TURNS, {"system_prompt": "Be brief.", "conversational": False}, "1+1="),
@@ -228,9 +216,8 @@ def test_the_form_in_which_rewards_get_prompts_and_completions(tokenizer, prompt
 @pytest.mark.parametrize(
     ("template", "special", "prompt", "mark"),
     [
-        (ROLES, (), "<|user|>\nHi", "<|user|>"),  # Zephyr's marks are plain text
-        (INST, (), "[INST] Hi [/INST]", "INST]"),  # Llama 2
-        (INST, ("[INST]", "[/INST]"), "[INST] Hi [/INST]", "INST]"),  # Mistral
+        (ROLES, (), "<|user|>\nHi", "user"),  # Zephyr's marks are plain text
+        (INST, ("[INST]", "[/INST]"), "[INST] Hi [/INST]", "INST"),  # Mistral
         # A question may be about tokens, and a system prompt of the template's own about anything.
         (ROLES, ("<s>", "</s>"), "Is it <s> or </s>?", None),
         ("<|system|>\nAnswer after [ANSWER]\n" + ROLES, (), "What is [ANSWER]?", None),
@@ -246,13 +233,11 @@ def test_what_tells_a_rendered_prompt(template, special, prompt, mark):
     if mark is None:
         assert problem_of(prompt, tokenizer, few_shot=few_shot).prompt == prompt
         return
-    with pytest.raises(ValueError, match=f"the prompt holds .*{mark[1:-1].strip('|')}"):
+    with pytest.raises(ValueError, match=f"the prompt holds .*{mark}"):
         problem_of(prompt, tokenizer)
-
-
-def test_what_an_environment_says_about_tokens_is_no_rendered_prompt(tokenizer):
-    (problem,) = make_problems(Rows("the reset", ["Guess <|im_end|> 8."], [{}]), DataConfig(), tokenizer).problems
-    assert "Guess <|im_end|> 8." in tokenizer.decode(problem.prompt_ids)
+    # What an environment says is no row of a dataset.
+    (problem,) = make_problems(Rows("the reset", [prompt], [{}]), DataConfig(), tokenizer).problems
+    assert prompt in tokenizer.decode(problem.prompt_ids)
 
 
 HISTORY = [
@@ -306,6 +291,5 @@ def test_notes_on_the_chat_template(template, settings, note):
 
 def test_variables_of_the_chat_template():
     thinks = with_template(PLAIN + "{% if not enable_thinking | default(true) %}<think>{% endif %}")
-    assert thinks.decode(problem_of("a", thinks).prompt_ids) == "a"
     problem = problem_of("a", thinks, chat_template_kwargs={"enable_thinking": False})
     assert thinks.decode(problem.prompt_ids) == "a<think>"

@@ -10,7 +10,7 @@ import datasets
 import pandas
 import pytest
 
-from grpo.config import DataConfig, load_config
+from grpo.config import DataConfig
 from grpo.data import load_rows, rows_of
 from grpo.rewards import load_reward
 
@@ -19,26 +19,22 @@ ANSWER = {"answer_column": "answer"}
 PATTERN = {"answer_column": "answer", "answer_pattern": "#### (.+)"}
 
 
-def save(folder: Path, kind: str, rows=ROWS) -> str:
+SPLITS = datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS), "test": datasets.Dataset.from_list(ROWS[:3])})
+SOURCES = {
+    "d.jsonl": lambda rows, path: rows.to_json(path),
+    "d.json": lambda rows, path: rows.to_json(path, lines=False),
+    "d.csv": lambda rows, path: rows.to_csv(path),
+    "d.parquet": lambda rows, path: rows.to_parquet(path),
+    "folder": lambda rows, path: rows.save_to_disk(path),
+    "folder of splits": lambda rows, path: SPLITS.save_to_disk(path),
+    "folder of files": lambda rows, path: rows.to_csv(path / "train.csv"),
+}
+
+
+def save(folder: Path, name: str, rows=ROWS) -> str:
     """The rows, written as a person would; returns the path."""
-    dataset = datasets.Dataset.from_list(rows)
-    path = folder / f"data.{kind}"
-    if kind == "jsonl":
-        lines = [json.dumps(row) for row in rows]
-        path.write_text("\n".join(lines))
-    elif kind == "json":
-        path.write_text(json.dumps(rows, indent=1))
-    elif kind == "csv":
-        dataset.to_csv(path)
-    elif kind == "parquet":
-        dataset.to_parquet(path)
-    elif kind == "folder":
-        dataset.save_to_disk(path)
-    elif kind == "folder of splits":
-        test = dataset.select(range(3))
-        datasets.DatasetDict({"train": dataset, "test": test}).save_to_disk(path)
-    elif kind == "folder of files":
-        dataset.to_csv(path / "train.csv")
+    path = folder / name
+    SOURCES[name](datasets.Dataset.from_list(rows), path)
     return str(path)
 
 
@@ -47,9 +43,9 @@ def rows_in(source: str, *, train: bool = True, table=None, **settings):
     return load_rows(config, train=train, seed=0, table=table)
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "parquet", "folder", "folder of splits", "folder of files"])
-def test_every_source_gives_the_same_rows_whole_and_in_slices(tmp_path, kind):
-    source = save(tmp_path, kind)
+@pytest.mark.parametrize("name", SOURCES)
+def test_every_source_gives_the_same_rows_whole_and_in_slices(tmp_path, name):
+    source = save(tmp_path, name)
     prompts = [row["prompt"] for row in ROWS]
     rows = rows_in(source, **ANSWER)
     assert rows.prompts == prompts
@@ -66,14 +62,14 @@ def test_every_source_gives_the_same_rows_whole_and_in_slices(tmp_path, kind):
 
 def test_named_splits_and_evaluation_data_in_a_second_file(tmp_path, monkeypatch):
     source = save(tmp_path, "folder of splits")
-    other = save(tmp_path, "csv", ROWS[:4])
+    other = save(tmp_path, "d.csv", ROWS[:4])
     assert rows_in(source, train=False, eval_split="test").prompts == ["0+1=", "1+1=", "2+1="]
     assert len(rows_in(source, train=False, eval_dataset=other).prompts) == 4
     assert len(rows_in(source, train=False, eval_dataset=other, eval_split="train[:50%]").prompts) == 2
     assert len(rows_in(source, eval_dataset=other).prompts) == 20
     assert rows_in(source, train=False) is None, "nothing to evaluate on is named"
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert len(rows_in("~/data.csv").prompts) == 4
+    assert len(rows_in("~/d.csv").prompts) == 4
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "json"])
@@ -138,8 +134,8 @@ def test_a_field_in_a_column_is_the_answer_or_the_prompt(tmp_path):
     nested = {"answer_column": "reward_model.ground_truth", "prompt_column": "extra.question"}
     first = {"reward_model": {"ground_truth": "1", "style": "rule"}, "extra": {"question": "q"}}
     second = {"reward_model": None, "extra": {"question": "r"}}
-    for kind in ("jsonl", "parquet"):
-        rows = rows_in(save(tmp_path, kind, [first, second]), **nested)
+    for name in ("d.jsonl", "d.parquet"):
+        rows = rows_in(save(tmp_path, name, [first, second]), **nested)
         assert rows.prompts == ["q", "r"]
         assert [row["answer"] for row in rows.columns] == ["1", None]
         assert rows.columns[0]["reward_model"] == first["reward_model"]
@@ -177,25 +173,19 @@ P = '{"prompt": "a", "answer": "7"}\n'
 REFUSED = [
     ("d.jsonl", P + '\n{"prompt": \n', {}, "Expecting value: line 4 column 1"),
     ("d.json", '[{"prompt": "a"},\n{"prompt": }]\n', {}, "line 2 column 12"),
-    ("d.jsonl", P + "[1, 2]\n", {}, "line 2 column 1"),
     ("d.json", '[\n{"prompt": "a"},\n7]', {}, "rows must be JSON objects: row 2 is 7"),
     ("d.jsonl", "\n\n", {}, "d.jsonl has no rows"),
     ("d.jsonl", b'{"prompt": "\xff\xfe"}\n', {}, "can't decode byte 0xff in position 12"),
     ("d.jsonl", '{"prompt": ' + "[" * 100_000, {}, "cannot be read: maximum recursion depth"),
-    ("d.csv", "prompt,answer\n", {}, "has no rows"),
-    ("d.csv", "question;answer\nWhat is 1, 2?;3\n", {}, "more fields than the header"),
     ("d.csv", "prompt,answer\na,1,2\n", {}, "more fields than the header"),
     ("d.csv", "prompt,answer\na,1\nb,2,3\n", {}, "Expected 2 fields in line 3, saw 3"),
     ("d.csv", 'prompt,answer\na,"1\n', {}, "EOF inside string"),
     ("csv/train.csv", "prompt,answer\na,1,2\n", {}, "more fields than the header"),
     ("d.parquet", "not parquet", {}, "Parquet"),
     ("d.txt", "hello", {}, "d.txt (data.train_split=train) cannot be read: "),
-    ("empty/config.json.bak", "{}", {}, "cannot be read: "),
     ("d.jsonl", P, {"train_split": "test"}, "Unknown split \"test\". Should be one of ['train']"),
-    ("d.jsonl", P, {"train_split": "train[:0]"}, "d.jsonl has no rows"),
     ("d.jsonl", P, {"prompt_column": "question"}, "data.prompt_column=question: "),
     ("d.jsonl", P, {"answer_column": "answer.gold"}, "no such column, or field in one; it has prompt, answer"),
-    ("d.jsonl", '{"prompt": "a", "answer": null}\n', ANSWER, "in every row"),
     ("d.jsonl", P, PATTERN, "answer_pattern='#### (.+)' matches nothing, in every row"),
     ("d.jsonl", P, ANSWER | {"answer_pattern": "("}, "is no regular expression that works: missing )"),
     ("d.jsonl", P.replace("7", "a" * 60 + "b"), ANSWER | {"answer_pattern": "(a|aa)+$"}, "regex timed out"),
@@ -232,58 +222,37 @@ def test_data_that_is_refused(tmp_path, monkeypatch, name, text, settings, messa
 
 
 def test_gsm8k_loads_whole_and_every_answer_is_a_number(assets):
-    folder = assets / "data" / "gsm8k"
     columns = {"prompt_column": "question", "answer_column": "answer", "answer_pattern": r"####\s*(.+)"}
-    for train, count in ((True, 7473), (False, 1319)):
-        rows = rows_in(f"{folder}/train.jsonl", eval_dataset=f"{folder}/test.jsonl", train=train, **columns)
-        assert (len(rows.prompts), rows.num_without_answer) == (count, 0)
-        answers = [columns["answer"] for columns in rows.columns]
+    for name, count in (("train", 7473), ("test", 1319)):
+        rows = rows_in(f"{assets}/data/gsm8k/{name}.jsonl", **columns)
+        answers = [row["answer"] for row in rows.columns]
+        assert len(answers) == count
         assert all(float(answer.replace(",", "")).is_integer() for answer in answers)
         assert any("," in answer for answer in answers)  # "1,234" stays as written: the reward compares
 
 
-def test_seeds_of_an_environment_are_those_that_numpy_takes():
-    """Different for each row, each split and each seed of the run, and below 2**31."""
+def test_seeds_of_an_environment_are_different_and_those_that_numpy_takes():
     config = DataConfig(dataset="environment:prompts")
     found = []
     for train, seed in ((True, 0), (True, 1), (False, 0)):
         rows = load_rows(config, train=train, seed=seed, has_environment=True)
         found += [row["seed"] for row in rows.columns]
-    assert len(found) == 2 * 4096 + 128 and len(set(found)) == len(found)
+    assert len(set(found)) == 2 * 4096 + 128
     assert min(found) >= 0 and 2**30 < max(found) < 2**31
 
 
-def test_gym_rows_are_seeded_different_and_never_in_both_splits():
+def test_gym_rows_are_different_and_never_in_both_splits_and_scorers_get_the_arguments():
     pytest.importorskip("reasoning_gym", reason="needs reasoning-gym: pip install -e '.[gym]'")
-    config = DataConfig(dataset="reasoning_gym:chain_sum", max_train_samples=60, max_eval_samples=30)
-    train = load_rows(config, train=True, seed=3)
-    assert len(set(train.prompts)) == 60
-    for seed in (3, 4):
-        evaluation = load_rows(config, train=False, seed=seed)
-        assert len(set(evaluation.prompts)) == 30
-        assert not set(train.prompts) & set(evaluation.prompts)
-    assert train.prompts == load_rows(config, train=True, seed=3).prompts
-    assert train.prompts != load_rows(config, train=True, seed=4).prompts
-    assert "<answer>" in train.instructions
+    two_terms = {"min_terms": 2, "max_terms": 2}
+    settings = {"config_name": two_terms, "max_train_samples": 60, "max_eval_samples": 30}
+    train = rows_in("reasoning_gym:chain_sum", **settings)
+    evaluation = rows_in("reasoning_gym:chain_sum", train=False, **settings)
+    assert len({*train.prompts, *evaluation.prompts}) == 90
+    assert train.prompts == rows_in("reasoning_gym:chain_sum", **settings).prompts
+    assert all(len(row["metadata"]["expression"].split()) == 3 for row in train.columns)
     # A task with many right answers names none: its scorer reads the metadata.
     many = rows_in("reasoning_gym:graph_color", max_train_samples=4)
     assert [row["answer"] for row in many.columns] == [None] * 4
-
-    gold = train.columns[0]["answer"]
-    texts = [f"<answer>{gold}</answer>", gold, "<answer>banana</answer>", f"<answer>it is {gold}</answer>"]
-    columns = {name: [value] * 4 for name, value in train.columns[0].items()}
-    values = load_reward("reasoning_gym")(train.prompts[:1] * 4, texts, **columns)
-    # This scorer rewards the answer among other words in part: `eval.correct_above` must lie above that.
-    assert values[:3] == [1.0, 0.0, 0.0] and 0 < values[3] < 0.99
-
-
-def test_tasks_of_reasoning_gym_take_arguments_and_so_do_their_scorers(tmp_path):
-    pytest.importorskip("reasoning_gym", reason="needs reasoning-gym: pip install -e '.[gym]'")
-    file = tmp_path / "gym.yaml"
-    file.write_text("data:\n  dataset: reasoning_gym:chain_sum\n  config_name: {min_terms: 2, max_terms: 2}\n")
-    data = load_config([f"--config={file}", "data.max_train_samples=9"]).data
-    for row in load_rows(data, train=True, seed=0).columns:
-        assert len(row["metadata"]["expression"].split()) == 3
 
     precise = {"min_num_decimal_places": 6, "max_num_decimal_places": 6, "max_terms": 2}
     rows = rows_in("reasoning_gym:decimal_arithmetic", config_name=precise, max_train_samples=1)
@@ -297,7 +266,6 @@ def test_tasks_of_reasoning_gym_take_arguments_and_so_do_their_scorers(tmp_path)
         ("chain_sun", {}, "chain_sun"),
         ("chain_sum", {"min_term": 2}, "unexpected keyword argument 'min_term'"),
         ("chain_sum", {"min_terms": 9}, "max_terms must be"),
-        ("chain_sum", {"seed": 2}, "multiple values for keyword argument 'seed'"),
     ):
         with pytest.raises(ValueError, match=f"data.dataset=reasoning_gym:{task}: .*{message}"):
             rows_in(f"reasoning_gym:{task}", config_name=wrong)

@@ -70,13 +70,6 @@ def test_train_and_eval_share_no_problem_whatever_the_seed(name):
     assert not train & (problems["eval", 0] | problems["eval", 3])
 
 
-def test_commutative_duplicates_are_one_problem():
-    key = load_task("arithmetic").problem_key
-    assert key({"prompt": "47+35="}) == key({"prompt": "35+47="}) != key({"prompt": "47-35="})
-    key = load_task("countdown").problem_key
-    assert key({"target": 8, "numbers": [1, 2, 5]}) == key({"target": 8, "numbers": [5, 1, 2]})
-
-
 def test_written_columns():
     assert written_columns(47, "+", 35) == (["7+5=12", "4+3=7+1=8"], 82)
     assert written_columns(47, "+", 35, carries=False) == (["7+5=12", "4+3=7"], 72)
@@ -156,12 +149,6 @@ def test_only_the_tokens_of_the_model_have_labels():
         trained = tokenizer.decode(labels[labels != tiny.IGNORE_INDEX])
         assert re.fullmatch(rf"{prompt}({call}{tool})+done<\|im_end\|>(<\|pad\|>)*", text)
         assert re.fullmatch(rf"({call})+done<\|im_end\|>", trained)
-
-
-def test_every_countdown_problem_has_the_solution_it_names():
-    for row in rows_of("countdown", "train") + rows_of("countdown", "eval"):
-        value, used = evaluate_expression(row["answer"])
-        assert value == row["target"] and sorted(used) == sorted(row["numbers"])
 
 
 @pytest.fixture

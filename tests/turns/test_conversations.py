@@ -85,7 +85,10 @@ def play(
     tools = Tools(config, objects).load()
     columns = columns or [{} for _ in prompts]
     problems = make_problems(
-        Rows("rows", list(prompts), columns), config.data, policy.tokenizer, schemas_of=tools.schemas_of
+        Rows("rows", list(prompts), columns, lacks_prompts="" in prompts),
+        config.data,
+        policy.tokenizer,
+        schemas_of=tools.schemas_of,
     )
     scripted, warnings = Scripted(policy, script), []
     engine = TurnsEngine(scripted, tools, config, warn=warnings.append)
