@@ -134,7 +134,7 @@ class DataConfig(Section):
     """Variables of the chat template, for prompts and the answers of tools: {enable_thinking: false} for Qwen3."""
     question_template: str | None = Field(None, pattern=r"\{prompt\}")
     """Text of the user message, with {prompt} where the question goes ("Question: {prompt}"), inside the chat template.
-    {NAME} stands for the column NAME of the row; a list has one item per line. Also for the questions of few_shot."""
+    {NAME} stands for the column NAME of the row; a list has one item per line. few_shot is shown as it is written."""
     few_shot: list[Example] = []
     """Worked examples before each question, as chat turns: a list of {prompt, completion}."""
     conversational: Literal["auto", True, False] = "auto"
