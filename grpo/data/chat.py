@@ -112,16 +112,11 @@ def special_tokens(tokenizer: Any) -> set[str]:
 
 def marks_of_turns(tokenizer: Any) -> set[str]:
     """The marks that the chat template writes around a user's message."""
-    content = "\ue000"
-    message = {"role": "user", "content": content}
     try:
-        text = apply_template(tokenizer, [message], begins_next_turn=False)
+        text = apply_template(tokenizer, [{"role": "user", "content": "x"}])
     except Exception:  # a chat template is a program that comes with the model, and may ask for other messages
         return set()
-    # The lines beside the message: a default system prompt further up may mention anything.
-    before, _, after = text.partition(content)
-    beside = before.rstrip().rpartition("\n")[2] + "\n" + after.lstrip().partition("\n")[0]
-    return set(MARKS.findall(beside))
+    return set(MARKS.findall(text))
 
 
 def tag_tokens(tokenizer: Any) -> set[str]:

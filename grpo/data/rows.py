@@ -24,16 +24,12 @@ PYTHON_ROWS = "python:rows"
 MORE_FIELDS = "its rows have more fields than the header"
 
 
-def dataset_setting(config: DataConfig, train: bool) -> tuple[str, str]:
-    """The configuration key that names the dataset of a split (``dataset`` or ``eval_dataset``), and its value."""
-    if config.eval_dataset is not None and not train:
-        return "eval_dataset", config.eval_dataset
-    return "dataset", config.dataset
+def read_rows(config: DataConfig, key: str, *, train: bool, seed: int) -> list[dict] | None:
+    """The rows of a split, unchanged; None for an evaluation split that is not configured.
 
-
-def read_rows(config: DataConfig, *, train: bool, seed: int) -> list[dict] | None:
-    """The rows of a split, unchanged; None for an evaluation split that is not configured."""
-    key, dataset = dataset_setting(config, train)
+    ``key`` of the configuration names the dataset: ``dataset`` or ``eval_dataset``.
+    """
+    dataset = getattr(config, key)
     limit = config.max_train_samples if train else config.max_eval_samples
     own_split = "train" if train else "eval"
     split = config.train_split if train else config.eval_split
@@ -67,32 +63,47 @@ def read_rows(config: DataConfig, *, train: bool, seed: int) -> list[dict] | Non
 
 
 def _read(path: Path, config_name: str | None, split: str) -> Iterable[dict]:
-    """The rows of one split of a file, a folder or a Hub dataset."""
+    """The rows of one split, such as ``train`` or ``train[:90%]``, of a file, a folder or a Hub dataset."""
     import datasets
 
     datasets.disable_progress_bars()
-    if path.suffix in (".jsonl", ".json"):
-        return _select({"train": _read_json(path)}, split)
     if path.suffix == ".parquet":
         return datasets.load_dataset("parquet", data_files=str(path), split=split)
-    if path.suffix == ".csv":
-        return _select({"train": _read_csv(path)}, split)
-    if any(path.rglob("state.json")):
+    if path.suffix in (".jsonl", ".json"):
+        splits = {"train": _read_json(path)}
+    elif path.suffix == ".csv":
+        splits = {"train": _read_csv(path)}
+    elif any(path.rglob("state.json")):
         saved = datasets.load_from_disk(path)
-        return _select(saved if isinstance(saved, dict) else {"train": saved}, split)
-    rows = datasets.load_dataset(str(path), config_name, split=split)
-    if rows.builder_name == "csv":
-        if "__index_level_0__" in rows.column_names:
-            raise ValueError(MORE_FIELDS)
-        columns = dict.fromkeys(rows.column_names, datasets.Value("string"))
-        rows = datasets.load_dataset(
-            str(path),
-            config_name,
-            split=split,
-            features=datasets.Features(columns),
-            keep_default_na=False,
-        )
-    return rows
+        splits = saved if isinstance(saved, dict) else {"train": saved}
+    else:
+        return _read_files(str(path), config_name, split)
+
+    sizes = {name: len(rows) for name, rows in splits.items()}
+    selected = []
+    for part in datasets.ReadInstruction.from_spec(split).to_absolute(sizes):
+        selected += itertools.islice(splits[part.splitname], part.from_, part.to)
+    return selected
+
+
+def _read_files(name: str, config_name: str | None, split: str) -> Iterable[dict]:
+    """Rows of the files that ``datasets`` finds in a folder or on the Hub."""
+    from datasets import Features, Value, load_dataset
+
+    rows = load_dataset(name, config_name, split=split)
+    if rows.builder_name != "csv":
+        return rows
+    if "__index_level_0__" in rows.column_names:
+        raise ValueError(MORE_FIELDS)
+    # Texts, as from a single file.
+    columns = dict.fromkeys(rows.column_names, Value("string"))
+    return load_dataset(
+        name,
+        config_name,
+        split=split,
+        features=Features(columns),
+        keep_default_na=False,
+    )
 
 
 def _read_csv(path: Path) -> list[dict]:
@@ -104,18 +115,6 @@ def _read_csv(path: Path) -> list[dict]:
     if not isinstance(table.index, pandas.RangeIndex):
         raise ValueError(MORE_FIELDS)
     return table.to_dict("records")
-
-
-def _select(splits: Mapping[str, Iterable[dict]], split: str) -> list[dict]:
-    """The rows of ``split``, such as ``train`` or ``train[:90%]``."""
-    from datasets import ReadInstruction
-
-    sizes = {name: len(rows) for name, rows in splits.items()}
-    selected = []
-    for part in ReadInstruction.from_spec(split).to_absolute(sizes):
-        rows = splits[part.splitname]
-        selected += itertools.islice(rows, part.from_, part.to)
-    return selected
 
 
 def _read_json(path: Path) -> list[dict]:

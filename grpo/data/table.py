@@ -11,7 +11,7 @@ import regex
 
 from grpo.config import DataConfig
 from grpo.data.chat import Prompt
-from grpo.data.rows import dataset_setting, read_rows
+from grpo.data.rows import read_rows
 from grpo.data.tasks import Gym, task_of
 
 PATTERN_SECONDS = 5.0
@@ -63,10 +63,11 @@ def load_rows(
         table: rows of a Python program, in place of those that the configuration names.
         has_environment: True if an environment may make the prompts, so that rows may lack the column `prompt`.
     """
-    rows = read_rows(config, train=train, seed=seed) if table is None else table
+    key = "eval_dataset" if config.eval_dataset is not None and not train else "dataset"
+    rows = read_rows(config, key, train=train, seed=seed) if table is None else table
     if rows is None:
         return None
-    key, dataset = dataset_setting(config, train)
+    dataset = getattr(config, key)
     source = f"data.{key}={dataset}"
     if not rows:
         raise ValueError(f"{source} has no rows")

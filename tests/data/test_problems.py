@@ -218,9 +218,8 @@ def test_the_form_in_which_rewards_get_prompts_and_completions(tokenizer, prompt
     [
         (ROLES, (), "<|user|>\nHi", "user"),  # Zephyr's marks are plain text
         (INST, ("[INST]", "[/INST]"), "[INST] Hi [/INST]", "INST"),  # Mistral
-        # A question may be about tokens, and a system prompt of the template's own about anything.
+        # A question may be about tokens.
         (ROLES, ("<s>", "</s>"), "Is it <s> or </s>?", None),
-        ("<|system|>\nAnswer after [ANSWER]\n" + ROLES, (), "What is [ANSWER]?", None),
         # Tags are no marks of turns, also where they are special tokens.
         (ROLES, ("<think>", "</think>"), "Think in <think> and </think>.", None),
         (ROLES, (), "a [B] <b> | list[int] <|> x<y and y>z", None),
@@ -276,7 +275,7 @@ DATED = "{{ date_string or strftime_now('%d') }}" + PLAIN
     [
         (PLAIN, {}, None),
         (PLAIN, {"system_prompt": "\n a b"}, None),
-        (NO_SYSTEM, {"system_prompt": "In French."}, "leaves out data.system_prompt"),
+        (NO_SYSTEM, {"system_prompt": "In French."}, "does not hold data.system_prompt"),
         (DATED, {}, "today's date"),
         (DATED, {"chat_template_kwargs": {"date_string": "26 Jul 2024"}}, None),
         (PLAIN, {"chat_template_kwargs": {"enable_thinking": False}}, "has no variable enable_thinking"),

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from grpo.config import Config
 from grpo.data import tiny
-from grpo.data.tasks import TASKS, Arithmetic, Calculator, load_task, written_columns
+from grpo.data.tasks import TASKS, Arithmetic, load_task, written_columns
 from grpo.data.tiny import Recipe, build_tiny_model, build_tokenizer
 from grpo.rewards.builtin import evaluate_expression
 
@@ -75,11 +75,6 @@ def test_written_columns():
     assert written_columns(47, "+", 35, carries=False) == (["7+5=12", "4+3=7"], 72)
     assert written_columns(52, "-", 37) == (["12-7=5", "5-3=2-1=1"], 15)
     assert written_columns(52, "-", 37, carries=False) == (["12-7=5", "5-3=2"], 25)
-    assert written_columns(8, "+", 51) == (["8+1=9", "0+5=5"], 59)
-    for left in range(100):
-        for right in range(left + 1):
-            assert written_columns(right, "+", left)[1] == left + right
-            assert written_columns(left, "-", right)[1] == left - right
 
 
 @pytest.mark.parametrize("name", ["arithmetic", "countdown"])
@@ -101,39 +96,6 @@ def test_demonstrations_are_right_or_have_the_documented_shares_of_mistakes(name
         assert share * sum("hmm" in text for text in noisy) == pytest.approx(Arithmetic.doubt_share, abs=0.03)
         carried = share * sum(bool(re.search(r"=\d+[+-]1=", text)) for text in noisy)
         assert 0.18 < carried < 0.28  # 55% of the 42% of problems that have a carry or a borrow
-
-
-def test_calculator_demonstrations_call_the_tool_in_the_documented_shares():
-    rows = rows_of("calculator", "train")
-    for row, response in zip(rows, demonstrations("calculator", False), strict=True):
-        expression = row["prompt"].removesuffix("=")
-        answer = row["answer"]
-        assert str(evaluate_expression(expression)[0]) == answer
-        if isinstance(response, str):
-            assert response == f"<answer>{answer}</answer>"
-            assert "*" not in expression
-        else:
-            turns = [message["content"] for message in response]
-            assert turns == [f"<calculator>{expression}</calculator>", answer, f"<answer>{answer}</answer>"]
-    noisy = demonstrations("calculator", True)
-    calls = sum(not isinstance(response, str) for response in noisy)
-    assert calls / len(noisy) == pytest.approx(Calculator.calls_share, abs=0.03)
-
-
-def test_guess_number_demonstrations_follow_the_hints_or_forget_them():
-    right = [response[-2]["content"] == "right" for response in demonstrations("guess_number", False)]
-    assert all(right), "halving finds every number"
-    noisy = demonstrations("guess_number", True)
-    right = [response[-2]["content"] == "right" for response in noisy]
-    assert 0.4 < sum(right) / len(noisy) < 0.5
-    for row, response in zip(rows_of("guess_number", "train"), noisy, strict=True):
-        *turns, last = [message["content"] for message in response]
-        assert last == "done"
-        assert len(turns) <= 8
-        for call, hint in zip(turns[::2], turns[1::2], strict=True):
-            guess = int(re.fullmatch("<guess>([0-9]+)</guess>", call)[1])
-            difference = guess - row["secret"]
-            assert hint == ("right" if difference == 0 else "lower" if difference > 0 else "higher")
 
 
 def test_only_the_tokens_of_the_model_have_labels():
