@@ -101,24 +101,18 @@ class Arithmetic(Task):
 
     def problem_key(self, row: dict) -> str:
         """The prompt; for a sum, with its numbers sorted."""
-        left, operator, right = _parse(row["prompt"])
-        if operator == "+":
-            left, right = min(left, right), max(left, right)
-        return f"{left}{operator}{right}"
+        low, high = sorted(map(int, re.findall("[0-9]+", row["prompt"])))
+        return f"{low}+{high}" if "+" in row["prompt"] else f"{high}-{low}"
 
     def demonstration(self, row: dict, rng: random.Random, noisy: bool = True) -> str:
         carries = not noisy or rng.random() >= self.forgetful_share
-        written, result = written_columns(*_parse(row["prompt"]), carries=carries)
+        left, operator, right = re.split("([+-])", row["prompt"].removesuffix("="))
+        written, result = written_columns(int(left), operator, int(right), carries)
         if noisy and rng.random() < self.doubt_share:
             written += ["hmm"] * rng.randint(1, 2)
             if rng.random() < self.change_share:
                 result = abs(result + rng.choice((-10, -1, 1, 10)))
         return self.tagged(" ".join(written), str(result), rng, noisy)
-
-
-def _parse(prompt: str) -> tuple[int, str, int]:
-    left, operator, right = re.split("([+-])", prompt.removesuffix("="))
-    return int(left), operator, int(right)
 
 
 def written_columns(left: int, operator: str, right: int, carries: bool = True) -> tuple[list[str], int]:

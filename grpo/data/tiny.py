@@ -122,7 +122,6 @@ def build_tiny_model(task: str = "arithmetic") -> Path:
         tokenizer = build_tokenizer()
         warm_start(task, tokenizer, recipe).save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)
-        os.chmod(unfinished, 0o755)  # temporary folders can be read only by their owner
         try:
             os.rename(unfinished, folder)
         except OSError:

@@ -106,13 +106,11 @@ def test_without_a_chat_template_the_prompt_is_plain_text_behind_one_bos(templat
     assert found.prompt_ids == (*before, 3, 5, 6, 4)
 
 
-def test_with_a_chat_template_no_second_bos_is_added(tokenizer):
+def test_with_a_chat_template_no_second_bos_is_added():
     with_bos = plain_tokenizer("<s> $A")
     end = "{% if add_generation_prompt %} four{% endif %}"
     with_bos.chat_template = "{{ bos_token }}{% for m in messages %} {{ m['content'] }}{% endfor %}" + end
     assert problem_of("one two", with_bos).prompt_ids == (0, 3, 4, 6)
-    problem = problem_of(RENDERED, tokenizer, prompt_template="{prompt}")
-    assert list(problem.prompt_ids) == tokenizer.encode(RENDERED)
 
 
 def test_prompts_too_long_are_left_out_and_counted_never_cut():
@@ -162,11 +160,10 @@ def test_a_built_in_task_instructs_every_model_but_the_tiny_one(tokenizer):
     ):
         config = DataConfig(max_train_samples=1, **settings)
         rows = load_rows(config, train=True, seed=0)
-        for model, instructions in ((other, of_other), (tokenizer, of_tiny)):
+        for model, expected in ((other, of_other), (tokenizer, of_tiny)):
             (problem,) = make_problems(rows, config, model).problems
             text = model.decode(problem.prompt_ids)
-            assert ("system" in text) == (instructions is not None)
-            assert (instructions or "") in text
+            assert expected in text if expected else "system" not in text
 
 
 @pytest.mark.parametrize(
@@ -222,7 +219,6 @@ def test_the_form_in_which_rewards_get_prompts_and_completions(tokenizer, prompt
         (ROLES, ("<s>", "</s>"), "Is it <s> or </s>?", None),
         # Tags are no marks of turns, also where they are special tokens.
         (ROLES, ("<think>", "</think>"), "Think in <think> and </think>.", None),
-        (ROLES, (), "a [B] <b> | list[int] <|> x<y and y>z", None),
         ("{{ raise_exception('no') if messages | length == 1 else messages[-1].content }}", (), "[INST] Hi", None),
     ],
 )

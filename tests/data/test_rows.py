@@ -62,30 +62,29 @@ def test_every_source_gives_the_same_rows_whole_and_in_slices(tmp_path, name):
 
 def test_named_splits_and_evaluation_data_in_a_second_file(tmp_path, monkeypatch):
     source = save(tmp_path, "folder of splits")
-    other = save(tmp_path, "d.csv", ROWS[:4])
-    assert rows_in(source, train=False, eval_split="test").prompts == ["0+1=", "1+1=", "2+1="]
-    assert len(rows_in(source, train=False, eval_dataset=other).prompts) == 4
-    assert len(rows_in(source, train=False, eval_dataset=other, eval_split="train[:50%]").prompts) == 2
-    assert len(rows_in(source, eval_dataset=other).prompts) == 20
-    assert rows_in(source, train=False) is None, "nothing to evaluate on is named"
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert len(rows_in("~/d.csv").prompts) == 4
+    save(tmp_path, "d.csv", ROWS[:4])
+    for settings, count in (
+        ({"eval_split": "test"}, 3),
+        ({"eval_dataset": "~/d.csv"}, 4),
+        ({"eval_dataset": "~/d.csv", "eval_split": "train[:50%]"}, 2),
+    ):
+        assert len(rows_in(source, train=False, **settings).prompts) == count
+        assert len(rows_in(source, **settings).prompts) == 20
+    assert rows_in(source, train=False) is None, "nothing to evaluate on is named"
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "json"])
-def test_json_values_stay_as_they_are_written(tmp_path, kind):
+def test_json_values_stay_as_they_are_written(tmp_path):
     answers = ["2024-01-05T10:00:00Z", "}\n{", "NA", "007", 2**70, 12.5, True, None, [1, "a"], {"b": "10:30"}, {"c": 1}]
     rows = [{"prompt": "a\u2028b 🙂", "answer": answer} for answer in answers]
     rows.append({"prompt": "b", "level": 1})
-    text = json.dumps(rows, ensure_ascii=False)
-    if kind == "jsonl":
-        text = "\n \n".join(map(json.dumps, rows))
-    path = tmp_path / f"d.{kind}"
-    path.write_text("\ufeff" + text, encoding="utf-8")
-    found = rows_in(str(path), **ANSWER)
-    assert [repr(row["answer"]) for row in found.columns] == [repr(answer) for answer in [*answers, None]]
-    assert [row["level"] for row in found.columns] == [None] * len(answers) + [1]
-    assert found.prompts == ["a\u2028b 🙂"] * len(answers) + ["b"]
+    path = tmp_path / "d.json"
+    for text in (json.dumps(rows, ensure_ascii=False), "\n \n".join(map(json.dumps, rows))):
+        path.write_text("\ufeff" + text, encoding="utf-8")
+        found = rows_in(str(path), **ANSWER)
+        assert [repr(row["answer"]) for row in found.columns] == [repr(answer) for answer in [*answers, None]]
+        assert [row["level"] for row in found.columns] == [None] * len(answers) + [1]
+        assert found.prompts == ["a\u2028b 🙂"] * len(answers) + ["b"]
 
 
 @pytest.mark.parametrize("folder", [False, True])
@@ -104,7 +103,6 @@ def test_csv_cells_are_the_texts_that_are_written(tmp_path, folder):
         [None, "", "1e5", "1.50"],
         ["null", "-3", "nan", "inf"],
     ]
-    assert load_reward("accuracy")([""], ["<answer>12</answer>"], answer=[found.columns[0]["answer"]]) == [1.0]
 
 
 def test_rows_as_python_objects():
@@ -114,7 +112,7 @@ def test_rows_as_python_objects():
         found = rows_of(given, "dataset")
         assert repr(found) == repr(expected)
     splits = datasets.DatasetDict(train=datasets.Dataset.from_list(rows))
-    for given in ({"prompt": ["a"]}, splits, pandas.DataFrame(rows), ["a"], "file.jsonl"):
+    for given in (splits, pandas.DataFrame(rows), "file.jsonl"):
         with pytest.raises(ValueError, match="dataset must be a list of mappings"):
             rows_of(given, "dataset")
 
@@ -140,9 +138,6 @@ def test_a_field_in_a_column_is_the_answer_or_the_prompt(tmp_path):
         assert [row["answer"] for row in rows.columns] == ["1", None]
         assert rows.columns[0]["reward_model"] == first["reward_model"]
         assert rows.num_without_answer == 1
-    dotted = [{"prompt": "a", "reward_model.ground_truth": "2"}]
-    rows = rows_in("python:rows", table=dotted, answer_column="reward_model.ground_truth")
-    assert rows.columns[0]["answer"] == "2"
 
 
 @pytest.mark.parametrize(
@@ -150,11 +145,9 @@ def test_a_field_in_a_column_is_the_answer_or_the_prompt(tmp_path):
     [
         (r"#### (.+)", "He has 1,000 + 234.\n#### 1,234", "1,234"),
         (r"\d+", "about 42 or 43", "42"),  # no group: the whole match
-        (r"\d+", 42.5, "42"),
         (r"#### (.+)", "no answer here", None),
         (r"####(.*)", "nothing follows\n#### ", None),
         (r"(?:is (\S+)|#### 7)", "a group that takes no part: #### 7", None),
-        (r"#### (.+)", None, None),
         (None, "#### 7", "#### 7"),
         (None, ["7", "seven"], ["7", "seven"]),
         (None, [], None),
@@ -173,7 +166,6 @@ P = '{"prompt": "a", "answer": "7"}\n'
 REFUSED = [
     ("d.jsonl", P + '\n{"prompt": \n', {}, "Expecting value: line 4 column 1"),
     ("d.json", '[{"prompt": "a"},\n{"prompt": }]\n', {}, "line 2 column 12"),
-    ("d.json", '[\n{"prompt": "a"},\n7]', {}, "rows must be JSON objects: row 2 is 7"),
     ("d.jsonl", "\n\n", {}, "d.jsonl has no rows"),
     ("d.jsonl", b'{"prompt": "\xff\xfe"}\n', {}, "can't decode byte 0xff in position 12"),
     ("d.jsonl", '{"prompt": ' + "[" * 100_000, {}, "cannot be read: maximum recursion depth"),

@@ -91,4 +91,3 @@ def test_substitutes_run_out_and_every_problem_left_is_used():
 def test_fewer_problems_than_a_step():
     with pytest.raises(ValueError, match=r"5 training problems are fewer than rollout.prompts_per_step=6"):
         schedules(5, 2)
-    assert len(schedules(6, 2)[0].at(0)) == 3
