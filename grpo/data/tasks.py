@@ -20,10 +20,11 @@ class Task:
     one, which is trained without it), in ``untagged_shares`` the shares of noisy demonstrations that leave out a tag
     (``think``, ``answer`` or ``both``), and these methods:
 
-    - ``draw(rng)``: draw one problem, a row with ``prompt``, ``answer`` and the other columns that its rewards need;
-    - ``problem_key(row)``: a text that is equal for rows with the same problem (``3+5`` and ``5+3``);
-    - ``demonstration(row, rng, noisy=True)``: a response without EOS, text or messages of ``assistant`` and ``tool``,
-      with mistakes or always right.
+    - ``draw(rng: random.Random) -> dict``: draw one problem, a row with ``prompt``, ``answer`` and the other columns
+      that its rewards need;
+    - ``problem_key(row: dict) -> str``: a text that is equal for rows with the same problem (``3+5`` and ``5+3``);
+    - ``demonstration(row: dict, rng: random.Random, noisy: bool) -> str | list[dict]``: a response without EOS, text or
+      messages of ``assistant`` and ``tool``, with mistakes or always right.
     """
 
     num_rows = {"train": 4096, "eval": 512}
@@ -88,7 +89,7 @@ class Arithmetic(Task):
     doubt_share = 0.20
     change_share = 0.50  # of the doubtful
 
-    def draw(self, rng: random.Random) -> dict:
+    def draw(self, rng):
         """Columns: ``prompt`` (``"47+35="``), ``answer`` (``"82"``)."""
         left = rng.randrange(100)
         right = rng.randrange(100)
@@ -99,12 +100,12 @@ class Arithmetic(Task):
             answer = left - right
         return {"prompt": f"{left}{operator}{right}=", "answer": str(answer)}
 
-    def problem_key(self, row: dict) -> str:
+    def problem_key(self, row):
         """The prompt; for a sum, with its numbers sorted."""
         low, high = sorted(map(int, re.findall("[0-9]+", row["prompt"])))
         return f"{low}+{high}" if "+" in row["prompt"] else f"{high}-{low}"
 
-    def demonstration(self, row: dict, rng: random.Random, noisy: bool = True) -> str:
+    def demonstration(self, row, rng, noisy):
         carries = not noisy or rng.random() >= self.forgetful_share
         left, operator, right = re.split("([+-])", row["prompt"].removesuffix("="))
         written, result = written_columns(int(left), operator, int(right), carries)
@@ -157,7 +158,7 @@ class Countdown(Task):
     untagged_shares = {"think": 0.08, "answer": 0.12}
     gives_up_share = 0.25
 
-    def draw(self, rng: random.Random) -> dict:
+    def draw(self, rng):
         """Columns: ``prompt``, ``target`` (int), ``numbers`` (list[int], in order), ``answer`` (a solution)."""
         while True:
             numbers = [rng.randint(1, 10) for _ in range(rng.choice((3, 3, 3, 4)))]
@@ -169,11 +170,11 @@ class Countdown(Task):
         prompt = f"Make {target} from {' '.join(map(str, shown))}."
         return {"prompt": prompt, "target": target, "numbers": shown, "answer": expression}
 
-    def problem_key(self, row: dict) -> str:
+    def problem_key(self, row):
         """The target and the sorted numbers."""
         return f"{row['target']}:{sorted(row['numbers'])}"
 
-    def demonstration(self, row: dict, rng: random.Random, noisy: bool = True) -> str:
+    def demonstration(self, row, rng, noisy):
         attempt = ""
         if rng.randint(0, 1):
             steps, value = _evaluate(_random_expression(row["numbers"], rng))
@@ -237,7 +238,7 @@ class Calculator(Task):
     calls_share = 0.28
     easy_calls_share = 0.30  # of easy problems, in right demonstrations
 
-    def draw(self, rng: random.Random) -> dict:
+    def draw(self, rng):
         """Columns: ``prompt`` (``"483+97*36="``), ``answer`` (``"3975"``)."""
         number = rng.randrange(100, 1000)
         if rng.random() < self.easy_share:
@@ -252,12 +253,12 @@ class Calculator(Task):
             number = -number
         return {"prompt": prompt, "answer": str(left * right + number)}
 
-    def problem_key(self, row: dict) -> str:
+    def problem_key(self, row):
         """The answer and the sorted numbers."""
         numbers = map(int, re.findall("[0-9]+", row["prompt"]))
         return f"{row['answer']}:{sorted(numbers)}"
 
-    def demonstration(self, row: dict, rng: random.Random, noisy: bool = True) -> str | list[dict]:
+    def demonstration(self, row, rng, noisy):
         expression = row["prompt"].removesuffix("=")
         answer = row["answer"]
         is_easy = "*" not in expression
@@ -288,18 +289,18 @@ class GuessNumber(Task):
     max_guesses = 4
     careless_share = 0.8
 
-    def draw(self, rng: random.Random) -> dict:
+    def draw(self, rng):
         """Columns: ``prompt`` (``"Guess 7..18."``), ``secret`` (``14``), ``answer`` (``"14"``)."""
         low = rng.randint(1, 20)
         end = low + rng.randint(8, 15)
         secret = rng.randrange(low, end)
         return {"prompt": f"Guess {low}..{end - 1}.", "secret": secret, "answer": str(secret)}
 
-    def problem_key(self, row: dict) -> str:
+    def problem_key(self, row):
         """The prompt and the hidden number."""
         return f"{row['prompt']}{row['secret']}"
 
-    def demonstration(self, row: dict, rng: random.Random, noisy: bool = True) -> list[dict]:
+    def demonstration(self, row, rng, noisy):
         first, last = map(int, re.findall("[0-9]+", row["prompt"]))
         low = first
         high = last
@@ -341,7 +342,7 @@ class Gym(Task):
         self.name = name
         self.arguments = arguments
 
-    def problem_key(self, row: dict) -> str:
+    def problem_key(self, row):
         return row["prompt"]
 
     def draws(self, split: str, seed: int) -> Iterator[dict]:
