@@ -122,8 +122,8 @@ def train(
         environment_factory: in place of ``environment``: a class, or a mapping from names to
             classes.
         rollout_func: in place of ``rollout.function``: ``fn(prompts, generate)``.
-        dataset: in place of ``data.dataset``: a list of dictionaries, a ``datasets.Dataset``, or
-            a name.
+        dataset: in place of ``data.dataset``: a list of dictionaries, a ``datasets.Dataset``, a
+            DataFrame, or a name.
         eval_dataset: the same in place of ``data.eval_dataset``.
         settings: sections and keys that win over ``config``: ``optim={"max_steps": 5}, seed=1``.
 

@@ -127,13 +127,17 @@ def _read_json(path: Path) -> list[dict]:
 
 
 def rows_of(table: Any, name: str, limit: int | None = None) -> list[dict]:
-    """The first ``limit`` rows (None: all) of a list of mappings or a dataset of ``datasets``.
+    """The first ``limit`` rows (None: all) of a list of mappings, a dataset of ``datasets`` or a pandas DataFrame.
 
     ``ValueError``, about the argument ``name``: it is something else, or may be endless and has no limit.
     """
+    if hasattr(table, "iloc"):
+        from datasets import Dataset
+
+        table = Dataset.from_pandas(table, preserve_index=False)
     if limit is None and not hasattr(table, "__len__"):
         raise ValueError(f"{name} has no length and may be endless: set data.max_train_samples and max_eval_samples")
-    expected = f"{name} must be a list of mappings or one split of datasets (datasets.Dataset.from_pandas makes one)"
+    expected = f"{name} must be a list of mappings, a datasets.Dataset (one split) or a pandas DataFrame"
     return with_all_columns(list(itertools.islice(table, limit)), expected)
 
 

@@ -105,14 +105,16 @@ def test_csv_cells_are_the_texts_that_are_written(tmp_path, folder):
     ]
 
 
-def test_rows_as_python_objects():
-    rows = [{"prompt": "a", "tests": ["x", "y"], "n": 1}, {"prompt": "b", "tests": None}]
-    expected = [rows[0], {"prompt": "b", "tests": None, "n": None}]
-    for given in (rows, datasets.Dataset.from_list(rows)):
-        found = rows_of(given, "dataset")
-        assert repr(found) == repr(expected)
-    splits = datasets.DatasetDict(train=datasets.Dataset.from_list(rows))
-    for given in (splits, pandas.DataFrame(rows), "file.jsonl"):
+def test_rows_as_python_objects(tmp_path):
+    cell = {"truth": {"numbers": [1, 2], "tests": [{"inputs": ["1"]}]}}
+    rows = [{"prompt": "a", "cell": cell, "n": 1.5}, {"prompt": "b", "cell": None}]
+    expected = [rows[0], {"prompt": "b", "cell": None, "n": None}]
+    dataset = datasets.Dataset.from_list(rows)
+    dataset.to_parquet(tmp_path / "d.parquet")
+    # In a frame from a file, lists are NumPy's arrays at any depth.
+    for given in (rows, dataset, pandas.DataFrame(rows), pandas.read_parquet(tmp_path / "d.parquet")):
+        assert repr(rows_of(given, "dataset")) == repr(expected)
+    for given in (datasets.DatasetDict(train=dataset), "file.jsonl"):
         with pytest.raises(ValueError, match="dataset must be a list of mappings"):
             rows_of(given, "dataset")
 

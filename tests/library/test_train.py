@@ -164,7 +164,7 @@ def test_the_run_is_that_of_the_command_and_other_commands_say_what_they_lack(ra
         (dict(config={"optim": 3}), "optim is a section"),
         (dict(reward_functions=[3]), "3 is no function or class, and no name of one"),
         (dict(reward_functions=lambda completions, gold: [1.0]), "reward 'lambda' needs the column(s) gold"),
-        (dict(dataset=["a"]), "(datasets.Dataset.from_pandas makes one): row 1 is 'a'"),
+        (dict(dataset=["a"]), "a datasets.Dataset (one split) or a pandas DataFrame: row 1 is 'a'"),
         (dict(reward_functions={"mine": len}), "unknown key 'reward.functions.0.mine'"),
         (dict(data={"eval_split": "test"}), "(data.eval_split=test) stands for rows passed to grpo.train(), without splits"),
         (dict(reward_functions={"name": "format", "args": {"x": len}}), "config.yaml cannot hold its args"),
