@@ -73,11 +73,9 @@ def load_rows(
         raise ValueError(f"{source} has no rows")
     places = [f"row {number}" for number in range(1, len(rows) + 1)]
 
-    # A column that the user has named must be there.
     column = config.prompt_column
     lacks_prompts = has_environment and column == "prompt" and column not in rows[0]
-    if not lacks_prompts:
-        _check_column(rows, "prompt_column", column, source)
+    names = ", ".join(rows[0])
     prompts = []
     columns = []
     for place, row in zip(places, rows, strict=True):
@@ -89,11 +87,13 @@ def load_rows(
         others.pop(column, None)
         columns.append(others)
 
+    if not lacks_prompts and not any(prompts):
+        raise ValueError(f"data.prompt_column={column}: {source} has no such column, or no prompts in it; it has {names}")
+
     task = task_of(config, dataset)
     num_without_answer = 0
     answer_column = config.answer_column or (task and "answer")
     if answer_column:
-        _check_column(rows, "answer_column", answer_column, source)
         for place, row, others in zip(places, rows, columns, strict=True):
             answer = value_of(row, answer_column)
             if config.answer_pattern and not _is_missing(answer):
@@ -106,7 +106,7 @@ def load_rows(
         if num_without_answer == len(rows) and not isinstance(task, Gym):
             raise ValueError(
                 f"data.answer_column={answer_column} of {source} is empty, or data.answer_pattern="
-                f"{config.answer_pattern!r} matches nothing, in every row"
+                f"{config.answer_pattern!r} matches nothing, in every row; the columns are {names}"
             )
     elif config.answer_pattern is not None:
         raise ValueError("data.answer_pattern needs data.answer_column, the column to search for the pattern")
@@ -131,14 +131,6 @@ def value_of(row: Mapping[str, Any], name: str) -> Any:
             return None
         value = value.get(part)
     return value
-
-
-def _check_column(rows: Sequence[Mapping[str, Any]], key: str, name: str, source: str) -> None:
-    """``ValueError`` unless the rows have the column or the field ``name``, which ``data.KEY`` names."""
-    has_value = any(value_of(row, name) is not None for row in rows)
-    if name not in rows[0] and not has_value:
-        columns = ", ".join(rows[0])
-        raise ValueError(f"data.{key}={name}: {source} has no such column, or field in one; it has {columns}")
 
 
 def _checked_prompt(prompt: Any) -> Prompt:
