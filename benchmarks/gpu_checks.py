@@ -203,7 +203,7 @@ def memory(bench: Bench) -> dict:
 
         train_grpo.train = train_apart
         # Checkpoints are gigabytes here.
-        Saver._on_writing_ranks = lambda *_: None
+        Saver.save = lambda *_: None
         torch.cuda.set_per_process_memory_fraction(1e-4 if bench.shape == "small" else 0.35)
         return train_grpo.main(arguments)
 

@@ -50,10 +50,10 @@ class TrainingResult:
     def load(cls, output_dir: str | os.PathLike[str]) -> TrainingResult:
         """Read a run's folder, also that of a run that was stopped."""
         from grpo.checkpoint.format import list_checkpoints
-        from grpo.telemetry.records import read_steps
+        from grpo.telemetry.records import read_lines
 
         folder = Path(output_dir)
-        metrics = read_steps(folder / "metrics.jsonl")
+        metrics = read_lines(folder / "metrics.jsonl")
         if not metrics:
             raise ValueError(f"{folder} is not a run: metrics.jsonl has no step")
 

@@ -28,13 +28,13 @@ from grpo.rewards import RewardRunner
 from grpo.rewards.scores import score_groups
 from grpo.rollout import Engine, SamplingParams
 from grpo.system import printable
-from grpo.telemetry.terminal import end_without_reader
+from grpo.telemetry.terminal import survive_lost_readers
 from grpo.turns.tools import Tools
 
 
 @command
 def main(argv: list[str]) -> None:
-    end_without_reader()
+    survive_lost_readers()
     parser = command_parser("chat", __doc__)
     parser.add_argument("--model", required=True, help="checkpoint, any Hugging Face folder or id, or builtin:tiny")
     add_model_options(parser)

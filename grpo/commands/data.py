@@ -18,7 +18,7 @@ from grpo.data import count_shared, load_rows, make_problems
 from grpo.model import load_tokenizer, resolve_model
 from grpo.rollout import SamplingParams
 from grpo.system import printable
-from grpo.telemetry.terminal import end_without_reader
+from grpo.telemetry.terminal import survive_lost_readers
 from grpo.turns.engine import Conversation, add_to_prompt
 from grpo.turns.tools import Tools
 
@@ -29,7 +29,7 @@ MAX_VALUE_LENGTH = 200
 
 @command
 def main(argv: list[str]) -> None:
-    end_without_reader()
+    survive_lost_readers()
     parser = command_parser("data", __doc__)
     parser.add_argument("--config", metavar="FILE", help="YAML file of a run; default: the defaults of all keys")
     options, overrides = parser.parse_known_args(argv)

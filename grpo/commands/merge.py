@@ -25,7 +25,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the model")
     options = parser.parse_args(argv)
     folder = options.folder.expanduser()
-    adapter = folder if is_adapter(folder) else checkpoint.find_newest_valid(folder)[0]
+    adapter = folder if is_adapter(folder) else checkpoint.find_newest_valid(folder)
     if adapter is None or not is_adapter(adapter):
         raise ValueError(f"{adapter or folder} holds no adapter (adapter_config.json)")
     output = (options.output or adapter / "merged").expanduser()

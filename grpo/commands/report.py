@@ -1,11 +1,10 @@
-"""``python -m grpo.report RUN [RUN ...] [--watch] [--output FILE.html] [--figures FOLDER]``"""
+"""``python -m grpo.report RUN [RUN ...] [--watch] [--output FILE.html]``"""
 
 import argparse
 import time
 from pathlib import Path
 
 from grpo.commands.command import command
-from grpo.report.figures import write_figures
 from grpo.report.page import build_page
 from grpo.report.read import RunData, read_run
 from grpo.system import write_atomically
@@ -24,14 +23,11 @@ def main(argv: list[str]) -> None:
     add("runs", nargs="+", metavar="RUN", type=Path, help="output_dir of a run; the run may still be going on")
     add("--output", type=Path, help="default: report.html in the run's folder; of several runs, in the current folder")
     add("--watch", action="store_true", help="rewrite the file while the run goes on; the open page reloads itself")
-    add("--figures", metavar="FOLDER", help="also write the main curves as PNG files to this folder (needs matplotlib)")
     add("--max-samples", type=int, default=400, help="number of completions shown per run (default 400)")
     options = parser.parse_args(argv)
     options.output = options.output or (options.runs[0] if len(options.runs) == 1 else Path()) / "report.html"
     runs = _watch(options) if options.watch else _write(options)
     print(f"{options.output}: {len(runs)} run(s), {options.output.stat().st_size / 1e6:.1f} MB; open it in a browser")
-    if options.figures:
-        print(f"{options.figures}: {len(write_figures(runs, options.figures))} figures")
 
 
 def _write(options: argparse.Namespace, reload_s: float | None = None) -> list[RunData]:

@@ -131,7 +131,7 @@ def _value_of(key: str, text: str) -> Any:
 
 
 def mask_command_line() -> None:
-    """Mask the secrets of ``section.key=value`` in ``sys.argv``, which ``run.json`` and wandb record."""
+    """Mask the secrets of ``section.key=value`` in ``sys.argv``, which ``starts.jsonl`` and wandb record."""
     sys.argv[:] = map(masked_argument, sys.argv)
 
 

@@ -13,6 +13,8 @@ from contextlib import nullcontext
 import torch
 
 from grpo.algorithm.batch import Completion, Group, Problem, collate, microbatch_rows
+from grpo.checkpoint.saver import Progress
+from grpo.config import Config
 from grpo.distributed import abandon_pass, gradient_sync
 from grpo.run.records import Learner, Run
 
@@ -22,6 +24,11 @@ OUT_OF_MEMORY = (
     "|could not create a primitive"  # oneDNN
 )
 """A pattern of all errors when memory runs out, on this rank or another: they share no class."""
+CHOSEN = {
+    "optim.tokens_per_microbatch": "tokens_per_microbatch",
+    "rollout.tokens_in_flight": "tokens_in_flight",
+}
+"""Settings whose defaults may be lowered, and the fields of ``Progress`` that hold the chosen values."""
 
 
 def try_largest_step(run: Run, problems: list[Problem]) -> str:
@@ -132,6 +139,21 @@ def _fit(learner: Learner, key: str, most: int, least: int, attempt: Callable) -
             learner.optimizer.zero_grad(set_to_none=learner.scorer is learner.bare_scorer)
 
     if tokens < most:
-        if not learner.progress.choose(learner.config, key, tokens):
+        if _is_set(learner.config, key):
             raise ValueError(f"{problem}; {tokens} fits")
+        setattr(learner.progress, CHOSEN[key], tokens)
         learner.reporter.print(f"note      {problem}; using {tokens}, equal up to rounding")
+
+
+def forget_chosen(progress: Progress, config: Config) -> None:
+    """Drop the chosen values of settings that the user has set."""
+    for key, name in CHOSEN.items():
+        if _is_set(config, key):
+            setattr(progress, name, None)
+
+
+def _is_set(config: Config, key: str) -> bool:
+    """True if the user has set a setting, and not to its default of none."""
+    section, name = key.split(".")
+    settings = getattr(config, section)
+    return name in settings.model_fields_set and getattr(settings, name) is not None

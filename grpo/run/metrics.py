@@ -133,23 +133,12 @@ def add_completions(groups: Sequence[Group], metrics: Accumulator) -> None:
 
 
 def report_details(run: Run, step: Step) -> None:
-    """Report a step's histograms over all ranks, and write a few of the main rank's completions."""
+    """Write a few of the main rank's completions."""
     reporter = run.log.reporter
     number = run.progress.step
-    logging = run.config.logging
-    if logging.has_dashboards and reporter.is_due(number):
-        lengths = []
-        for group in step.groups:
-            lengths.append([len(completion.sampled_ids) for completion in group.completions])
-        lengths_PG = run.world.gather_rows(torch.tensor(lengths))
-        advantages_PG = step.batch.advantages_B.view(len(step.groups), -1)
-        advantages_PG = run.world.gather_rows(advantages_PG.cpu())
-        reporter.histogram("reward", step.rewards_PG)
-        reporter.histogram("advantage", advantages_PG)
-        reporter.histogram("length", lengths_PG)
     # Under FSDP all ranks score: a forward pass is a collective.
     computes = run.world.is_main or run.learner.is_sharded
-    if logging.log_completions and reporter.is_due(number) and computes:
+    if run.config.logging.log_completions and reporter.is_due(number) and computes:
         reporter.completions(number, logged_completions(run, step))
 
 

@@ -137,7 +137,7 @@ def build_models(
         moving_reference = _moving_reference(config, ref_scorer, policy)
         optimizer, lr_schedule = _optimizer(
             config,
-            policy.model,
+            policy,
             max_steps,
             start,
             moving_reference,
@@ -254,7 +254,7 @@ def _moving_reference(config: Config, ref_scorer: Any, policy: Policy) -> dict[s
 
 def _optimizer(
     config: Config,
-    model: nn.Module,
+    policy: Policy,
     max_steps: int,
     start: StartPoint,
     moving_reference: dict[str, torch.Tensor],
@@ -263,7 +263,7 @@ def _optimizer(
     updates_per_step = config.algorithm.updates_per_step
     settings = config.optim
     optimizer = make_optimizer(
-        model,
+        policy.model,
         learning_rate=settings.learning_rate,
         betas=settings.betas,
         weight_decay=settings.weight_decay,
@@ -279,7 +279,8 @@ def _optimizer(
         changed = {key for key, _, _ in start.changes}
         if not changed.isdisjoint((REFERENCE, "model.adapter")):
             moving_reference = {}  # the saved one is the old reference, moved
-        checkpoint.restore(start.checkpoint, model, optimizer, moving_reference)
+        trained = checkpoint.Trained(policy, optimizer, moving_reference)
+        checkpoint.restore(start.checkpoint, trained)
         move_schedule(lr_schedule, start.state["step"] * updates_per_step)
     if config.runtime.offload == "optimizer":
         keep_states_on_host(optimizer)

@@ -21,14 +21,13 @@ from grpo.checkpoint.format import Trained
 from grpo.checkpoint.resume import (
     Lock,
     StartPoint,
-    check_shared,
     content_digests,
     find_checkpoint,
-    print_differences,
+    is_inside,
     read_start_point,
     start_output,
 )
-from grpo.checkpoint.saver import Progress, Saver, bits_depend_on
+from grpo.checkpoint.saver import Progress, Saver
 from grpo.config import Config, ConfigError, check_world_size, mask_command_line, settings_of_all_ranks
 from grpo.data import ProblemSet, Rows, Schedule, check_enough, fingerprint, load_rows, make_problems
 from grpo.distributed import World, wrap_data_parallel
@@ -47,15 +46,16 @@ from grpo.model.lora import load_peft, read_adapter_config
 from grpo.rewards import RewardRunner, RewardSpec
 from grpo.rewards.code import check_rows
 from grpo.rollout import BuiltinEngine, Engine, split_stop
-from grpo.run.memory import try_largest_step
+from grpo.run.memory import forget_chosen, try_largest_step
 from grpo.run.models import Models, build_models
 from grpo.run.objects import Objects
 from grpo.run.proofs import prove_update
 from grpo.run.records import Learner, Log, Run, Sampler, Tasks
 from grpo.run.signals import Signals, ignore_save_signal
+from grpo.run.steps import evaluation_is_due
 from grpo.run.summary import print_summary
 from grpo.run.user_functions import UserFunctions, load_user_functions
-from grpo.telemetry.records import environment, record_start
+from grpo.telemetry.records import append_line, environment
 from grpo.telemetry.reporter import Reporter
 from grpo.turns.engine import TurnsEngine
 from grpo.turns.tools import Tools
@@ -121,7 +121,7 @@ def _prepare(
     path, reference = _resolve_models(config, world)
     start = _find_start(config, world, inputs, path, reference, checkpoint, origin)
     progress = Progress.from_state(start.state)
-    progress.forget_chosen(config)
+    forget_chosen(progress, config)
 
     # Problems, and the number of steps.
     with world.fail_together():
@@ -144,7 +144,7 @@ def _prepare(
     max_steps = config.optim.max_steps
     if max_steps is None:
         max_steps = max(math.ceil(config.optim.num_epochs * schedule.steps_per_epoch), 1)
-    is_due = progress.evaluation_is_due(config.eval, max_steps)
+    is_due = evaluation_is_due(progress, config.eval, max_steps)
     has_evaluation_left = is_due and bool(evaluation.problems)
     if progress.step >= max_steps and not has_evaluation_left:
         if world.is_main:
@@ -166,7 +166,7 @@ def _prepare(
     _open_output(config, world, checkpoint, lock, facts)
     # In a folder of another run the line of the last step is not written, unless its evaluation is
     # still to be made.
-    continues_here = checkpoint is not None and checkpoint.parent.resolve() == Path(config.output_dir).resolve()
+    continues_here = checkpoint is not None and is_inside(checkpoint, config)
     reporter = Reporter(
         config,
         is_main=world.is_main,
@@ -174,7 +174,6 @@ def _prepare(
         max_steps=max_steps,
         newest_line=progress.line if continues_here or has_evaluation_left else None,
         wandb_run_id=start.state.get("wandb_run_id"),
-        environment=facts,
     )
     on_failure.callback(reporter.close)
 
@@ -208,8 +207,7 @@ def _prepare(
     )
     trained = Trained(policy, models.optimizer, models.moving_reference)
     saver = Saver(config, world, trained, reporter, progress, max_steps, start.compared)
-    if not config.debug:
-        saver.try_saving()
+    saver.try_saving()
     signals = Signals(world, ends_process=ends_process)
     on_failure.callback(signals.close)
 
@@ -347,9 +345,11 @@ def _find_start(
     world.check_same(read)
 
     with world.fail_together():
-        start = read_start_point(config, checkpoint, origin, rows, content)
-    if checkpoint is not None and world.is_main:
-        print_differences(start, bits_depend_on(world))
+        content["the training rows"] = rows
+        start = read_start_point(config, checkpoint, {"origin": origin, "content": content})
+    if start.changes and world.is_main:
+        listed = "; ".join(f"{key}: {old} -> {new}" for key, old, new in start.changes)
+        print(f"note: checkpoint.accept_changes accepts {listed}", flush=True)
     return start
 
 
@@ -393,11 +393,7 @@ def _open_output(
     with world.main_first():
         if world.is_main:
             start_output(config, checkpoint, lock)
-            record_start(config.output_dir, facts)
-    holder = world.from_main(lock.holder)
-    with world.fail_together():
-        if config.runtime.parallel == "fsdp" and not world.is_alone:
-            check_shared(Path(config.output_dir), holder)
+            append_line(Path(config.output_dir) / "starts.jsonl", facts)
 
 
 def _build_engine(

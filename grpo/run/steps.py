@@ -9,6 +9,8 @@ from dataclasses import replace
 import torch
 
 from grpo.algorithm.seeding import derive_seed
+from grpo.checkpoint.saver import Progress
+from grpo.config import EvalConfig
 from grpo.distributed import Interrupted
 from grpo.evaluation.collect import eval_sampling, evaluate
 from grpo.evaluation.grading import Grader
@@ -58,8 +60,8 @@ def remaining_steps(run: Run) -> Iterator[Step]:
         is_last = progress.step == run.max_steps
         # Signals that any rank has got.
         save, stop = log.signals.vote()
-        if save and log.saver.saved_step < progress.step:
-            log.saver.save()
+        if save:
+            log.saver.save_newest()
         if stop and not is_last:
             raise Interrupted
 
@@ -85,7 +87,22 @@ def evaluate_if_due(run: Run) -> dict[str, float]:
 
 def _evaluation_is_due(run: Run) -> bool:
     has_problems = bool(run.tasks.eval_problems)
-    return has_problems and run.progress.evaluation_is_due(run.config.eval, run.max_steps)
+    return has_problems and evaluation_is_due(run.progress, run.config.eval, run.max_steps)
+
+
+def evaluation_is_due(
+    progress: Progress,
+    settings: EvalConfig,
+    max_steps: int,
+) -> bool:
+    """True if the newest weights are to be evaluated, and have not been."""
+    step = progress.step
+    if progress.evaluated_step == step or step > max_steps:
+        return False
+    if step == 0:
+        return settings.before_training
+    is_regular = settings.every is not None and step % settings.every == 0
+    return is_regular or step == max_steps
 
 
 def _evaluate(run: Run) -> dict[str, float]:

@@ -1,1 +1,1 @@
-"""Output of a run about itself: console, progress bars, metrics.jsonl, wandb, hints, completions/, run.json, traces."""
+"""Output of a run about itself: console, progress bars, metrics.jsonl, wandb, hints, completions/, starts.jsonl, traces."""

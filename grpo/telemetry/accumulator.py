@@ -22,8 +22,9 @@ class Accumulator:
         """Name -> ``[sum, count]``."""
         self._totals: set[str] = set()
         """Names in ``_pairs`` that are reported as the sum, not as sum / count."""
-        self._minima: dict[str, float] = {}
         self._maxima: dict[str, float] = {}
+        self._minima: set[str] = set()
+        """Names in ``_maxima`` of minima, which have the opposite sign there: one collective reduces both."""
 
     def add(
         self,
@@ -64,8 +65,8 @@ class Accumulator:
 
     def minimum(self, name: str, value: float) -> None:
         """Add a value to a minimum; infinity for none."""
-        known = self._minima.get(name, math.inf)
-        self._minima[name] = min(value, known)
+        self.maximum(name, -value)
+        self._minima.add(name)
 
     def reduce(self, world: World) -> dict[str, float]:
         """The metrics over all ranks, by one sum and one maximum.
@@ -77,32 +78,17 @@ class Accumulator:
         if names:
             # One tensor of all is copied to the host once: each copy would wait for the device.
             pairs = [self._pairs[name].to(world.device) for name in names]
-            reduced = world.sum(torch.stack(pairs)).cpu()
-            sums, counts = reduced.unbind(dim=1)
-            means = sums / counts  # NaN, as 0 / 0, where nothing was counted
-            for name, total, mean in zip(
-                names,
-                sums.tolist(),
-                means.tolist(),
-                strict=True,
-            ):
-                is_total = name in self._totals
-                metrics[name] = total if is_total else mean
+            reduced = world.sum(torch.stack(pairs)).tolist()
+            for name, (total, count) in zip(names, reduced, strict=True):
+                if name in self._totals:
+                    metrics[name] = total
+                else:
+                    metrics[name] = total / count if count else math.nan
 
-        # The minimum over ranks is minus the maximum of the negatives, so that one collective
-        # serves both.
-        extremes = dict(self._maxima)
-        for name, value in self._minima.items():
-            extremes[name] = -value
-        names = sorted(extremes)
+        names = sorted(self._maxima)
         if names:
-            values = [extremes[name] for name in names]
+            values = [self._maxima[name] for name in names]
             reduced = world.max(torch.tensor(values, dtype=torch.float64))
-            for name, value in zip(
-                names,
-                reduced.tolist(),
-                strict=True,
-            ):
-                is_minimum = name in self._minima
-                metrics[name] = -value if is_minimum else value
+            for name, value in zip(names, reduced.tolist(), strict=True):
+                metrics[name] = -value if name in self._minima else value
         return metrics

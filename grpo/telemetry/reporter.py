@@ -1,21 +1,19 @@
 """Shows and writes the steps of a run: console, progress bars, metrics.jsonl, hints, completions/, dashboards."""
 
-import shutil
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
-import torch
 from tqdm import tqdm
 
 from grpo.config import Config
-from grpo.system import first_line, printable, sync
+from grpo.system import first_line, printable
 from grpo.telemetry.console import console_line, evaluation_line
-from grpo.telemetry.dashboards import TensorBoard, Trackio, Wandb
-from grpo.telemetry.hints import hints_for
-from grpo.telemetry.records import add_to_step, append_step, is_computed, remove_steps_after
+from grpo.telemetry.dashboards import TensorBoard, Trackio, Wandb, table_row
+from grpo.telemetry.hints import Hints
+from grpo.telemetry.records import add_to_step, append_line, computed, remove_steps_after
 from grpo.telemetry.samples import write_samples
 
 COMPLETIONS_PER_RUN = 50
@@ -29,7 +27,6 @@ class Reporter:
         first_step: steps that are already done; 0 for a new run.
         newest_line: metrics of the last step, written if ``metrics.jsonl`` lacks them.
         wandb_run_id: wandb's id of the interrupted run, if it had one.
-        environment: facts about this start (see ``grpo.telemetry.records``).
     """
 
     def __init__(
@@ -41,64 +38,45 @@ class Reporter:
         max_steps: int,
         newest_line: dict[str, Any] | None = None,
         wandb_run_id: str | None = None,
-        environment: dict[str, Any] | None = None,
     ):
         self.is_main = is_main
         self.max_steps = max_steps
         self.wandb_run_id = wandb_run_id
-        self._every = config.logging.every
-        self._first_report: tuple[int, float] | None = None
-        """The first step that was reported, and when."""
+        logging = config.logging
+        self._every = logging.every
+        self._completions_every = max(max_steps // COMPLETIONS_PER_RUN, 1)
         self._dashboards: dict[str, Wandb | Trackio | TensorBoard] = {}
-        self._histograms: dict[str, torch.Tensor] = {}
-        self._completions: list[dict] = []
+        self._completions: list[dict[str, Any]] = []
         self._unsent: dict[str, Any] = {}
         """Metrics of the last step, for the dashboards, until its evaluation is made."""
-        algorithm = config.algorithm
-        self.hints = hints_for(algorithm.baseline, algorithm.scale, algorithm.advantages)
+        self.hints = Hints()
         """Sees the steps on the main rank alone."""
         if not is_main:
             return
 
-        self._folder = Path(config.output_dir)
-        completions = self._folder / "completions"
-        completions.mkdir(parents=True, exist_ok=True)
+        folder = Path(config.output_dir)
+        self._completions_folder = folder / "completions"
+        self._completions_folder.mkdir(parents=True, exist_ok=True)
+        self._metrics = folder / "metrics.jsonl"
+        self._intervals = folder / "intervals.jsonl"
         last_step = first_step or -1  # the evaluation before training is made again
-        remove_steps_after(self._folder / "intervals.jsonl", last_step)
-        lines = remove_steps_after(self._folder / "metrics.jsonl", last_step)
+        remove_steps_after(self._intervals, last_step)
+        lines = remove_steps_after(self._metrics, last_step)
         if newest_line is not None:
-            self._unsent = {name: value for name, value in newest_line.items() if is_computed(value)}
+            self._unsent = computed(newest_line)
             if newest_line["step"] not in (line["step"] for line in lines):
-                append_step(self._folder / "metrics.jsonl", newest_line)
+                append_line(self._metrics, newest_line)
                 lines.append(newest_line)
         for line in lines:
             self.hints.update(line)  # the interrupted run has printed these
-        self._steps_bar = self.bar(
-            "steps",
-            max_steps,
-            "step",
-            initial=first_step,
-            leave=True,
-        )
 
-        facts = environment or {}
-        if config.logging.wandb != "disabled":
-            self._start(
-                "wandb",
-                lambda: Wandb(config, wandb_run_id, facts, self.print),
-            )
-            started = self._dashboards.get("wandb")
-            self.wandb_run_id = getattr(started, "run_id", wandb_run_id)
-        if config.logging.trackio:
-            self._start(
-                "trackio",
-                lambda: Trackio(config, last_step >= 0, facts),
-            )
-        if config.logging.tensorboard:
-            self._start(
-                "TensorBoard",
-                lambda: TensorBoard(config, last_step + 1, self.print),
-            )
+        if logging.wandb != "disabled":
+            self.wandb_run_id = wandb_run_id or uuid4().hex[:8]
+            self._start(Wandb, config, self.wandb_run_id, self.print)
+        if logging.trackio:
+            self._start(Trackio, config, last_step >= 0)
+        if logging.tensorboard:
+            self._start(TensorBoard, config, last_step + 1)
 
     def print(self, text: str) -> None:
         """Print a line on the console, above the bars."""
@@ -111,19 +89,14 @@ class Reporter:
         description: str,
         total: int,
         unit: str = "tok",
-        *,
-        initial: int = 0,
-        leave: bool = False,
     ) -> tqdm:
         """A progress bar, shown on a terminal only. ``bar.update(n)`` adds n."""
         return tqdm(
             total=total,
             desc=description,
             unit=unit,
-            initial=initial,
-            leave=leave,
+            leave=False,
             disable=None if self.is_main else True,  # None: shown if stderr is a terminal
-            dynamic_ncols=True,
         )
 
     def step(self, metrics: dict[str, Any], *, evaluation_follows: bool = False) -> None:
@@ -139,15 +112,13 @@ class Reporter:
         if not self.is_main:
             return
         step = metrics["step"]
-        append_step(self._folder / "metrics.jsonl", metrics)
-        left = self._time_left(step)
-        self._steps_bar.update(step - self._steps_bar.n)
+        append_line(self._metrics, metrics)
         self._unsent = {}
         if self.is_due(step):
-            self._unsent = {name: value for name, value in metrics.items() if is_computed(value)}
-            self.print(console_line(self._unsent, self.max_steps, left, _terminal_width()))
-        if self._unsent and not evaluation_follows:
-            self._show(step, self._unsent)
+            self._unsent = computed(metrics)
+            self.print(console_line(self._unsent, self.max_steps))
+            if not evaluation_follows:
+                self._show(step, self._unsent)
         for hint in self.hints.update(metrics):
             self.print(f"hint: {hint} (see docs/metrics.md)")
 
@@ -169,70 +140,46 @@ class Reporter:
         if step > 0:  # the evaluation before training is a phase of no step
             timed["time/eval"] = seconds
         timed |= metrics
-        add_to_step(self._folder / "metrics.jsonl", timed)
-        add_to_step(self._folder / "intervals.jsonl", {"step": step, **intervals})
-        computed = {name: value for name, value in timed.items() if is_computed(value)}
-        self.print(evaluation_line(computed, self.max_steps, _terminal_width()))
-        self._show(step, self._unsent | computed)
-
-    def sync(self) -> None:
-        """Wait until the disk has the steps reported so far."""
-        for name in ("metrics.jsonl", "intervals.jsonl") if self.is_main else ():
-            if (self._folder / name).exists():
-                sync(self._folder / name)
+        add_to_step(self._metrics, timed)
+        add_to_step(self._intervals, {"step": step, **intervals})
+        timed = computed(timed)
+        self.print(evaluation_line(timed, self.max_steps))
+        self._show(step, self._unsent | timed)
 
     def is_due(self, step: int) -> bool:
         """True if the main rank shows a step, and keeps some completions; the same on every rank."""
         return step % self._every == 0 or step == self.max_steps
 
-    def histogram(self, name: str, values: torch.Tensor) -> None:
-        """Add a histogram to the next step on the dashboards; NaN and infinity are left out."""
-        values = values[torch.isfinite(values)]
-        if len(values):
-            self._histograms[f"histograms/{name}"] = values
-
     def completions(self, step: int, records: list[dict[str, Any]]) -> None:
         """Write some completions of a step to ``completions/step_<step>.parquet`` (see ``grpo.telemetry.samples``)."""
         if self.is_main and records:
-            write_samples(self._folder / "completions" / f"step_{step:06d}.parquet", records)
+            write_samples(self._completions_folder / f"step_{step:06d}.parquet", records)
             self._completions = records
 
     def close(self) -> None:
-        if self.is_main:
-            self._steps_bar.close()
-        failed = sys.exc_info()[0] is not None  # an exception is being handled
         for name, dashboard in list(self._dashboards.items()):
-            self._guard(name, lambda dashboard=dashboard: dashboard.finish(failed=failed))
+            self._guard(name, dashboard.finish)
 
     def _show(self, step: int, metrics: dict[str, Any]) -> None:
-        """Send a step to the dashboards, with the histograms and completions that belong to it."""
+        """Send a step to the dashboards, with the completions that belong to it."""
         metrics = {name: value for name, value in metrics.items() if name != "step"}
-        interval = self._every * max(self.max_steps // self._every // COMPLETIONS_PER_RUN, 1)
-        completions = self._completions if step == self.max_steps or step % interval == 0 else []
-        for name, dashboard in list(self._dashboards.items()):
-            self._guard(name, lambda dashboard=dashboard: dashboard.log(step, metrics, self._histograms, completions))
-        self._histograms = {}
+        rows = []
+        if step % self._completions_every == 0 or step == self.max_steps:
+            rows = [table_row(record) for record in self._completions]
         self._completions = []
+        for name, dashboard in list(self._dashboards.items()):
+            self._guard(name, dashboard.log, step, metrics, rows)
 
-    def _start(self, name: str, dashboard: Callable[[], Wandb | Trackio | TensorBoard]) -> None:
-        self._guard(name, lambda: self._dashboards.update({name: dashboard()}))
+    def _start(self, kind: type, *arguments: Any) -> None:
+        name = kind.__name__
+        dashboard = self._guard(name, kind, *arguments)
+        if dashboard is not None:
+            self._dashboards[name] = dashboard
 
-    def _guard(self, name: str, call: Callable[[], None]) -> None:
+    def _guard(self, name: str, call: Callable[..., Any], *arguments: Any) -> Any:
         """Call a dashboard. A failure (no package, no server, a full disk) ends the dashboard, not the training."""
         try:
-            call()
+            return call(*arguments)
         except Exception as error:
             self.print(f"warning: {name} stopped ({first_line(error)}); metrics.jsonl still gets every metric")
             self._dashboards.pop(name, None)
-
-    def _time_left(self, step: int) -> str | None:
-        """The time until the last step, at the pace since the first report; None if it is unknown or over."""
-        now = time.monotonic()
-        first_step, started = self._first_report = self._first_report or (step, now)
-        if not first_step < step < self.max_steps:
-            return None
-        return tqdm.format_interval((now - started) / (step - first_step) * (self.max_steps - step))
-
-
-def _terminal_width() -> int | None:
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None

@@ -137,7 +137,7 @@ def test_a_run_starts_beside_its_log_and_an_evaluation(tmp_path, random_model):
         assert [(output / name).read_text() for name in beside] == list(beside)
     assert (output / "previous-1" / "config.yaml").read_text() == "config.yaml", "the user may have written it"
     kept = {path.name for path in (output / "previous-2").iterdir()}
-    assert kept == {"checkpoint-1", "metrics.jsonl", "intervals.jsonl", "completions", "run.json", "config.yaml"}
+    assert kept == {"checkpoint-1", "metrics.jsonl", "intervals.jsonl", "completions", "starts.jsonl", "config.yaml"}
 
 
 @pytest.mark.slow
@@ -155,15 +155,15 @@ def test_a_hub_that_does_not_answer_is_one_line(tmp_path):
 def test_two_ranks_speak_once_also_when_one_alone_has_looked(tmp_path):
     """The main rank looks at the output folder for all: the others learn of its refusal, and keep quiet."""
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "run.json").write_text("mine")
+    (tmp_path / "run" / "starts.jsonl").write_text("mine")
     done = run_trainer(f"output_dir={tmp_path}/run", ranks=2, check=False, fresh=True)
     assert done.returncode != 0
     assert done.stderr.count("error: ") == 1
-    assert "run.json" in done.stderr
+    assert "starts.jsonl" in done.stderr
     assert "[rank" not in done.stderr  # no traceback of a rank; torchrun's own has no such prefix
     assert "exitcode  : 2" in done.stderr
     assert "exitcode  : -6" not in done.stderr  # nor an abort on the way out
-    assert [path.name for path in (tmp_path / "run").iterdir()] == ["run.json"]
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["starts.jsonl"]
 
 
 def test_what_is_wrong_on_the_second_rank_alone_is_said(tmp_path, random_model):

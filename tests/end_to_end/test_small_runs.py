@@ -102,7 +102,7 @@ def test_what_a_run_leaves_behind(tmp_path, random_model):
         "config.yaml",
         "metrics.jsonl",
         "intervals.jsonl",
-        "run.json",
+        "starts.jsonl",
         "completions",
         "checkpoint-5",
     }
@@ -195,7 +195,7 @@ def test_rewards_of_a_trl_script_run_unchanged(tmp_path, random_model):
     for record in read_samples(tmp_path / "run" / "completions" / "step_000001.parquet"):
         assert record["prompt"].endswith("+1="), "text as in the row"
         count = sum(c.isdigit() for c in record["completion"])
-        assert record["logged"] == {"digits": count, "reward": count, "note": f"{{'digits': {count}}}"}
+        assert json.loads(record["logged"]) == {"digits": count, "reward": count, "note": f"{{'digits': {count}}}"}
         assert record["rewards"]["digits"] == pytest.approx(count / 100)
 
 

@@ -141,7 +141,7 @@ def mend_manifest(folder: Path) -> None:
     """Make the manifest of a checkpoint that was changed true again."""
     paths = [path for path in folder.rglob("*") if path.is_file() and path != folder / "manifest.json"]
     data = {str(path.relative_to(folder)): path.read_bytes() for path in paths}
-    files = {name: {"bytes": len(text), "sha256": hashlib.sha256(text).hexdigest()} for name, text in data.items()}
+    files = {name: hashlib.sha256(text).hexdigest() for name, text in data.items()}
     (folder / "manifest.json").write_text(json.dumps({"files": files}))
 
 

@@ -25,7 +25,7 @@ def results_of(output, step: int):
     files = json.loads((output / f"checkpoint-{step}" / "manifest.json").read_text())["files"]
     return (
         [{key: value for key, value in row.items() if not key.startswith(VOLATILE)} for row in rows],
-        {name: files[name]["sha256"] for name in ("model.safetensors", "trainer/states/__0_0.distcp")},
+        {name: files[name] for name in ("model.safetensors", "trainer/states/__0_0.distcp")},
     )
 
 

@@ -1,14 +1,13 @@
 """The completions that a run keeps: what is written can be read back, and the log-probs are those of the policy."""
 
 import json
-import math
 from collections import Counter
 
 import pytest
 import torch
 from conftest import load, run_trainer, small_run
 
-from grpo.algorithm.batch import Completion, Group, Problem, right_pad
+from grpo.algorithm.batch import Completion, Group, Problem, Turns, right_pad
 from grpo.algorithm.logprobs import CompletionScorer
 from grpo.config import DataConfig
 from grpo.data import render
@@ -18,31 +17,36 @@ from grpo.telemetry.samples import read_samples, sample_records, write_samples
 NASTY = "zwölf\u2028</script>\x00\x1b[31m\n\u202e\ud800"
 
 
-def record(**changes):
-    return {
-        "step": 3, "problem": 7, "prompt": "2+2", "answer": "4", "completion": "4",
-        "rewards": {"a": math.nan, "b/c": 1.5}, "reward": 1.5, "advantage": -0.5, "length": 2, "finished": True,
-        "token_ids": [22, 5], "tokens": ["4", NASTY], "logprobs": [-0.5, -2.0], "updated_logprobs": [-0.25, -1.0],
-        "ref_logprobs": None,
-    } | changes  # fmt: skip
+def records_of(completion: Completion, answer=None, prompt="q") -> list[dict]:
+    problem = Problem(0, prompt, (1,), {"answer": answer})
+    one = torch.ones(1, len(completion.ids))
+    return sample_records(
+        [Group(problem, [completion])],
+        one[None, :, :1],
+        one[:, :1],
+        one[:, :1],
+        names=["a/b"],
+        rows=[(0, 0)],
+        step=1,
+        logprobs_BT=-one,
+        updated_logprobs_BT=one,
+        ref_logprobs_BT=None,
+        decode=str,
+    )
 
 
 def test_records_are_read_as_they_were_written(tmp_path):
     chat = [{"role": "user", "content": "2+2"}]
-    logged = [{"n": 3, "x": 1, "why": NASTY, "mixed": 1}, {"n": None, "x": 0.5, "mixed": "two"}]
-    write_samples(
-        tmp_path / "a.parquet",
-        [record(logged=logged[0]), record(prompt=chat, completion=NASTY, ref_logprobs=[-0.5, -2.0], logged=logged[1])],
-    )
-    plain, messages = read_samples(tmp_path / "a.parquet")
+    turns = Turns((7, 8), NASTY, True, logged={"why": NASTY, "n": 1}, loss_mask=(True, False))
+    records = records_of(turns, prompt=chat)
+    write_samples(tmp_path / "a.parquet", records)
+    (row,) = read_samples(tmp_path / "a.parquet")
+    assert row == records[0]
+    assert json.loads(row["prompt"]) == chat
     nasty = NASTY.replace("\ud800", "?")  # half of a surrogate pair has no UTF-8
-    assert plain.pop("logged") == {"n": 3, "x": 1.0, "why": nasty, "mixed": "1"}
-    assert messages["logged"] == {"n": None, "x": 0.5, "why": None, "mixed": "two"}
-    assert math.isnan(plain["rewards"].pop("a"))
-    assert plain == record(rewards={"b/c": 1.5}, tokens=["4", nasty])
-    assert json.loads(messages["prompt"]) == chat
-    assert messages["completion"] == nasty
-    assert messages["ref_logprobs"] == [-0.5, -2.0]
+    assert row["completion"] == nasty and json.loads(row["logged"]) == {"why": nasty, "n": 1}
+    assert row["logprobs"] == [-1.0, None] and row["ref_logprobs"] is None
+    assert row["rewards"] == {"a/b": 1.0}
     assert [path.name for path in tmp_path.iterdir()] == ["a.parquet"], "no temporary file is left"
 
 
@@ -51,39 +55,38 @@ def test_records_are_read_as_they_were_written(tmp_path):
     [
         ("70", "70"),
         (70, "70"),
-        (["70", "é"], '["70", "é"]'),
-        ({"ground_truth": 70, "bytes": b"7"}, '{"ground_truth": 70, "bytes": "b\'7\'"}'),
+        ({"é": [70], "bytes": b"7"}, '{"é": [70], "bytes": "b\'7\'"}'),
         (None, None),
     ],
 )
 def test_an_answer_that_is_no_text_is_written_as_json(answer, text):
-    problem = Problem(0, "q", (1,), {"answer": answer})
-    group = Group(problem, [Completion((2,), "a", True)])
-    one = torch.zeros(1, 1)
-    written = sample_records(
-        [group], one[None], one, one, names=["r"], rows=[(0, 0)], step=1, logprobs_BT=one, updated_logprobs_BT=one,
-        ref_logprobs_BT=None, decode=str,
-    )  # fmt: skip
-    assert written[0]["answer"] == text
+    (record,) = records_of(Completion((2,), "a", True), answer)
+    assert record["answer"] == text
 
 
 def test_a_step_that_changes_nothing_has_ratios_of_one_also_in_bf16(tmp_path, random_model):
     """In bf16, without packing, log-probs from sampling differ from those of the loss; the file has the loss's."""
     run_trainer(
-        *small_run(random_model, tmp_path / "run"), "optim.max_steps=1", "logging.log_completions=24",
-        "runtime.precision=bf16", "optim.learning_rate=1e-20", "model.disable_dropout=false",
-    )  # fmt: skip
-    last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+        *small_run(random_model, tmp_path),
+        "optim.max_steps=1",
+        "logging.log_completions=24",
+        "runtime.precision=bf16",
+        "optim.learning_rate=1e-20",
+        "model.disable_dropout=false",
+    )
+    last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
     assert last["sampling/logprob_difference"] > 1e-3
-    for row in read_samples(tmp_path / "run" / "completions" / "step_000001.parquet"):
+    for row in read_samples(tmp_path / "completions" / "step_000001.parquet"):
         assert row["updated_logprobs"] == row["logprobs"]
 
 
 def test_the_log_probs_are_those_of_the_policy_before_and_after_the_step(tmp_path, random_model):
     run_trainer(
-        *small_run(random_model, tmp_path / "run"), "optim.max_steps=1", "logging.log_completions=5",
+        *small_run(random_model, tmp_path / "run"),
+        "optim.max_steps=1",
+        "logging.log_completions=5",
         "algorithm.beta=0.1",
-    )  # fmt: skip
+    )
     records = read_samples(tmp_path / "run" / "completions" / "step_000001.parquet")
     assert list(Counter(row["problem"] for row in records).values()) == [2, 2, 1]
     policies = {"logprobs": load(random_model), "updated_logprobs": load(tmp_path / "run" / "checkpoint-1")}

@@ -25,11 +25,14 @@ print("the run goes on")
 
 def run(command, url: str, home) -> str:
     environment = os.environ | {
-        "WANDB_BASE_URL": url, "WANDB_API_KEY": "0123456789" * 4, "HOME": str(home), "WANDB__DISABLE_STATS": "true",
-        "WANDB_DISABLE_CODE": "true", "no_proxy": "127.0.0.1",
-    }  # fmt: skip
-    options = dict(capture_output=True, text=True, env=environment, cwd=ROOT, timeout=200, check=False)
-    done = subprocess.run(command, **options)
+        "WANDB_BASE_URL": url,
+        "WANDB_API_KEY": "0123456789" * 4,
+        "HOME": str(home),
+        "WANDB__DISABLE_STATS": "true",
+        "WANDB_DISABLE_CODE": "true",
+        "no_proxy": "127.0.0.1",
+    }
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=200)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
 
