@@ -87,13 +87,12 @@ def save_checkpoint(
     """
     final = Path(output_dir, f"checkpoint-{step}")
     partial = final.with_name(f".partial-{final.name}")
-    with world.fail_together():
-        trained.check_finite(step)
     # Under FSDP gathered in rank 0's host memory, by all ranks together.
     policy = trained.policy
     weights = whole_trained_weights(policy.trained, policy.unreached.values())
     states = trained.states()
     with world.fail_together():
+        trained.check_finite(step)
         if world.is_main:
             shutil.rmtree(partial, ignore_errors=True)
             (partial / "trainer").mkdir(parents=True)
@@ -106,13 +105,13 @@ def save_checkpoint(
 
     with world.fail_together():
         if world.is_main:
-            _write_json(partial / STATE, {"step": step} | state)
+            (partial / STATE).write_text(json.dumps({"step": step} | state, indent=1))
             # The manifest lists the files of all ranks.
             digests = {}
             for file in sorted(partial.rglob("*")):
                 if file.is_file():
                     digests[str(file.relative_to(partial))] = _digest(file)
-            _write_json(partial / MANIFEST, {"files": digests})
+            (partial / MANIFEST).write_text(json.dumps({"files": digests}))
             publish(partial, final)
             # Checkpoints of later steps are broken, or of a run that was continued from before: they do not count.
             earlier = [saved for saved in list_checkpoints(output_dir) if saved[0] <= step]
@@ -184,10 +183,6 @@ def restore(folder: Path, trained: Trained) -> None:
             raise ValueError(f"its {name} is of no weight that the model trains")
     wanted = {name: tensor for name, tensor in states.items() if name in saved}
     load_tensors(wanted, folder / STATES)
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=1), encoding="utf-8")
 
 
 def _digest(path: Path) -> str:

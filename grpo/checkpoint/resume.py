@@ -16,8 +16,6 @@ from grpo.model import digest, is_adapter, model_digests
 from grpo.rewards import RewardRunner
 from grpo.system import write_atomically
 
-RESOLVED_CONFIG = "config.yaml"
-LOCK_FILE = ".lock"
 ABOUT_GIVEN = """\
 # What was set. A run that has this file as --config begins from it: what a preset or another key
 # implied follows anew. Change a value here and above, or remove one of the two."""
@@ -28,7 +26,7 @@ OF_A_RUN = (
     "completions",
     "starts.jsonl",
     "tensorboard",
-    RESOLVED_CONFIG,
+    "config.yaml",
 )
 """Patterns of the files that a run writes, and a later run in the same folder would overwrite."""
 
@@ -45,7 +43,7 @@ class Lock:
         """Lock an existing folder, unless this object holds the lock already; ConfigError if another run holds it."""
         if self._file is not None:
             return
-        file = open(folder / LOCK_FILE, "a+", encoding="utf-8")  # noqa: SIM115
+        file = open(folder / ".lock", "a+", encoding="utf-8")  # noqa: SIM115
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -88,6 +86,9 @@ def find_checkpoint(config: Config, lock: Lock) -> tuple[Path | None, str | None
     """
     output = Path(config.output_dir)
     resume = config.checkpoint.resume
+    existing = next(path for path in (output, *output.absolute().parents) if path.exists())
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigError(f"output_dir={output}: {existing} is no folder, or cannot be written")
     if output.is_dir():
         lock.acquire(output)
         checkpoint.recover(output)
@@ -125,9 +126,9 @@ def content_digests(
         reference_path: what ``model.reference`` stands for; None if the reference is the model of the start.
         own_files: source files of tools, environments, loss and advantages, by their names in messages.
     """
-    models = {config.model.name_or_path: model_path}
-    for name in (config.model.adapter, *rewards.classifier_models):
-        models[name] = name
+    names = (config.model.adapter, *rewards.classifier_models)
+    models = dict(zip(names, names, strict=True))
+    models[config.model.name_or_path] = model_path
     models[config.model.reference] = reference_path
     found = {}
     for name, path in models.items():
@@ -212,4 +213,4 @@ def start_output(
         print(f"an earlier run in {output} was moved to {aside}")
     resolved = yaml.safe_dump(config.for_saving(), sort_keys=False, allow_unicode=True)
     resolved = resolved.replace("\ngiven:", f"\n{ABOUT_GIVEN}\ngiven:")
-    write_atomically(output / RESOLVED_CONFIG, resolved)
+    write_atomically(output / "config.yaml", resolved)

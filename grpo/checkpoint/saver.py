@@ -85,7 +85,7 @@ class Saver:
         step = self.progress.step
         best = self.progress.best
         value = evaluation.get(settings.keep_best, math.nan)
-        is_best = math.isfinite(value) and (best is None or value > best["value"])
+        is_best = value > (best["value"] if best else -math.inf)
         if is_best:
             self.progress.best = {"step": step, "value": value}
         is_regular = step % (settings.save_steps or self.max_steps) == 0
@@ -131,10 +131,10 @@ class Saver:
         how = how_to_continue(self.config)
         if self.is_collective or self.progress.mid_update:
             return f"step {step} cannot be saved by one rank or amid an update; checkpoint-{self.saved_step}: {how}"
-        self._write()
+        self._write(None)
         return f"saved checkpoint-{step}: {how}"
 
-    def _write(self, folder: Path | None = None) -> None:
+    def _write(self, folder: Path | None) -> None:
         progress = self.progress
         state = dataclasses.asdict(progress) | self.facts
         state["wandb_run_id"] = self.reporter.wandb_run_id

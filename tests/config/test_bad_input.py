@@ -113,29 +113,19 @@ def test_a_tokenizer_without_pad_is_fine(tmp_path):
     assert main([*small_run(tmp_path / "model", tmp_path / "run"), "optim.max_steps=1"]) == 0
 
 
-@pytest.mark.parametrize("name", ["", "checkpoint-5", "metrics.jsonl"])
-def test_files_of_others_that_a_run_would_replace_stay_as_they_are(capsys, tmp_path, random_model, name):
-    mine = tmp_path / "folder" / name
-    mine.parent.mkdir(exist_ok=True)
-    mine.write_text("mine")
-    assert main([DEFAULTS, f"output_dir={tmp_path}/folder", f"model.name_or_path={random_model}"]) == 2
-    error = capsys.readouterr().err
-    assert f"{tmp_path}/folder" in error and (name or "is no folder") in error
-    assert mine.read_text() == "mine"
-
-
 def test_a_run_starts_beside_its_log_and_an_evaluation(tmp_path, random_model):
     """``python -m grpo.evaluation --config X.yaml > runs/x/log.txt`` before training leaves these files."""
     output = tmp_path / "run"
     output.mkdir()
     beside = ("log.txt", "evaluation.json", "vllm.log", "notes.md")
-    for name in (*beside, "config.yaml"):
+    for name in (*beside, "config.yaml", "completions", "checkpoint-5"):
         (output / name).write_text(name)
     for resume in ("auto", "never"):  # the second run moves the first aside
         run = [*small_run(random_model, output), "optim.max_steps=1", f"checkpoint.resume={resume}"]
         assert main(run) == 0
         assert [(output / name).read_text() for name in beside] == list(beside)
-    assert (output / "previous-1" / "config.yaml").read_text() == "config.yaml", "the user may have written it"
+    for name in ("config.yaml", "completions", "checkpoint-5"):
+        assert (output / "previous-1" / name).read_text() == name, "the user may have written it"
     kept = {path.name for path in (output / "previous-2").iterdir()}
     assert kept == {"checkpoint-1", "metrics.jsonl", "intervals.jsonl", "completions", "starts.jsonl", "config.yaml"}
 
@@ -154,16 +144,16 @@ def test_a_hub_that_does_not_answer_is_one_line(tmp_path):
 @pytest.mark.slow
 def test_two_ranks_speak_once_also_when_one_alone_has_looked(tmp_path):
     """The main rank looks at the output folder for all: the others learn of its refusal, and keep quiet."""
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "starts.jsonl").write_text("mine")
-    done = run_trainer(f"output_dir={tmp_path}/run", ranks=2, check=False, fresh=True)
+    done = run_trainer(
+        f"output_dir={tmp_path}/run", f"checkpoint.resume={tmp_path}/gone", ranks=2, check=False, fresh=True
+    )
     assert done.returncode != 0
     assert done.stderr.count("error: ") == 1
-    assert "starts.jsonl" in done.stderr
+    assert f"checkpoint.resume={tmp_path}/gone" in done.stderr
     assert "[rank" not in done.stderr  # no traceback of a rank; torchrun's own has no such prefix
     assert "exitcode  : 2" in done.stderr
     assert "exitcode  : -6" not in done.stderr  # nor an abort on the way out
-    assert [path.name for path in (tmp_path / "run").iterdir()] == ["starts.jsonl"]
+    assert not (tmp_path / "run").exists()
 
 
 def test_what_is_wrong_on_the_second_rank_alone_is_said(tmp_path, random_model):

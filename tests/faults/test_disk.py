@@ -42,7 +42,7 @@ def test_a_full_disk_is_found_before_the_first_step(capsys, tmp_path, random_mod
     with pytest.raises(SafetensorError, match="File too large"):
         inside(tmp_path / "run", random_model)
     assert "step 1/" not in capsys.readouterr().out
-    assert not list((tmp_path / "run").glob("*checkpoint*")) and not (tmp_path / "run" / ".trial-save").exists()
+    assert not list((tmp_path / "run").glob("*checkpoint*"))
 
 
 @pytest.mark.slow
@@ -56,7 +56,7 @@ def test_disk_full_during_a_save(tmp_path, random_model, straight, ranks):
     printed = started.text()
     assert "error: [rank 0] in phase 'save': SafetensorError: " in printed and "File too large" in printed
     assert printed.count("\nerror: ") == 1
-    assert find_newest_valid(output)[0].name == "checkpoint-2"
+    assert find_newest_valid(output).name == "checkpoint-2"
     run(output, arguments, ranks=ranks)
     if ranks == 1:
         assert_same_run(straight, output, STEPS)

@@ -197,8 +197,7 @@ def test_two_ranks_continued_on_one_and_on_three(tmp_path, random_model):
         if ranks != 2:
             back_to(3, tmp_path / "2", output)
         options = tiny(random_model, output, "checkpoint.save_steps=1", "checkpoint.keep=99")
-        done = run(output, options, ranks=ranks, launcher=True, env={"GRPO_TRACE": f"{output}.trace"})
-        assert ("note: since the checkpoint world_size 2 -> " in done.text()) == (ranks != 2)
+        run(output, options, ranks=ranks, launcher=True, env={"GRPO_TRACE": f"{output}.trace"})
         ids[ranks] = {
             step: sorted(
                 row for p in tmp_path.glob(f"{ranks}.trace/step-{step}-*") for row in json.loads(p.read_text())

@@ -17,7 +17,7 @@ from grpo.telemetry.samples import read_samples, sample_records, write_samples
 NASTY = "zwölf\u2028</script>\x00\x1b[31m\n\u202e\ud800"
 
 
-def records_of(completion: Completion, answer=None, prompt="q") -> list[dict]:
+def records_of(completion: Completion, answer, prompt) -> list[dict]:
     problem = Problem(0, prompt, (1,), {"answer": answer})
     one = torch.ones(1, len(completion.ids))
     return sample_records(
@@ -38,30 +38,17 @@ def records_of(completion: Completion, answer=None, prompt="q") -> list[dict]:
 def test_records_are_read_as_they_were_written(tmp_path):
     chat = [{"role": "user", "content": "2+2"}]
     turns = Turns((7, 8), NASTY, True, logged={"why": NASTY, "n": 1}, loss_mask=(True, False))
-    records = records_of(turns, prompt=chat)
+    records = records_of(turns, {"é": [70], "bytes": b"7"}, chat)
     write_samples(tmp_path / "a.parquet", records)
     (row,) = read_samples(tmp_path / "a.parquet")
     assert row == records[0]
+    assert row["answer"] == '{"é": [70], "bytes": "b\'7\'"}'
     assert json.loads(row["prompt"]) == chat
     nasty = NASTY.replace("\ud800", "?")  # half of a surrogate pair has no UTF-8
     assert row["completion"] == nasty and json.loads(row["logged"]) == {"why": nasty, "n": 1}
     assert row["logprobs"] == [-1.0, None] and row["ref_logprobs"] is None
     assert row["rewards"] == {"a/b": 1.0}
     assert [path.name for path in tmp_path.iterdir()] == ["a.parquet"], "no temporary file is left"
-
-
-@pytest.mark.parametrize(
-    ("answer", "text"),
-    [
-        ("70", "70"),
-        (70, "70"),
-        ({"é": [70], "bytes": b"7"}, '{"é": [70], "bytes": "b\'7\'"}'),
-        (None, None),
-    ],
-)
-def test_an_answer_that_is_no_text_is_written_as_json(answer, text):
-    (record,) = records_of(Completion((2,), "a", True), answer)
-    assert record["answer"] == text
 
 
 def test_a_step_that_changes_nothing_has_ratios_of_one_also_in_bf16(tmp_path, random_model):
