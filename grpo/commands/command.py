@@ -9,11 +9,17 @@ from grpo.telemetry.terminal import print_user_error
 
 
 def command_parser(name: str, description: str) -> argparse.ArgumentParser:
-    """The parser of ``python -m grpo.NAME``, which takes keys of the configuration beside its options."""
-    return argparse.ArgumentParser(
-        prog=f"python -m grpo.{name}", usage="%(prog)s [options] [section.key=value ...]", description=description,
-        epilog=KEYS_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
-    )  # fmt: skip
+    """The parser of ``python -m grpo.NAME``, which takes a configuration and keys of it beside its options."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m grpo.{name}",
+        usage="%(prog)s [options] [section.key=value ...]",
+        description=description,
+        epilog=KEYS_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", metavar="FILE", help="YAML file of a run")
+    return parser
 
 
 def command(main: Callable[[list[str]], int | None]) -> Callable[[list[str]], int]:

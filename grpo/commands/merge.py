@@ -24,10 +24,10 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--output", metavar="DIR", type=Path, help="default: merged/ in the checkpoint")
     parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the model")
     options = parser.parse_args(argv)
-    folder = options.folder.expanduser()
+    folder = options.folder
     adapter = folder if is_adapter(folder) else checkpoint.find_newest_valid(folder)
     if adapter is None or not is_adapter(adapter):
         raise ValueError(f"{adapter or folder} holds no adapter (adapter_config.json)")
-    output = (options.output or adapter / "merged").expanduser()
+    output = options.output or adapter / "merged"
     write_merged(adapter, output, trust_remote_code=options.trust_remote_code)
     print(f"written   {output}, a Hugging Face folder")

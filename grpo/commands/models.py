@@ -1,40 +1,72 @@
-"""The options of the commands that sample from models, and the engine that does it."""
+"""What the commands that sample from models load: tools, rewards, the tokenizer, the engine."""
 
-import argparse
-from collections.abc import Sequence
-from pathlib import Path
+import tempfile
+from contextlib import ExitStack
 
 from transformers import PreTrainedTokenizerBase
 
-from grpo.algorithm.batch import Problem
 from grpo.algorithm.logprobs import CompletionScorer
 from grpo.config import Config
 from grpo.distributed import World
-from grpo.model import load_policy
+from grpo.model import load_policy, load_tokenizer, resolve_model
+from grpo.rewards import RewardRunner
 from grpo.rollout import BuiltinEngine, Engine, check_model
 from grpo.turns.engine import TurnsEngine
 from grpo.turns.tools import Tools
 from grpo.vllm import build_engine
 
+BUILTIN_ENGINE = ("rollout.engine=builtin", "rollout.server=start")
+"""Comes before the arguments of the user, since a model may be sampled from without the servers of its run."""
 
-def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Add ``--config`` and ``--engine``."""
-    parser.add_argument("--config", metavar="FILE", help="YAML file of a run; default: that of the model's run")
-    parser.add_argument("--engine", choices=("builtin", "vllm"), default="builtin", help="default: builtin")
+
+def open_rewards(
+    config: Config,
+    world: World,
+    at_end: ExitStack,
+) -> tuple[Tools | None, RewardRunner]:
+    """The tools and environments of a run (None if it has no turns), and its rewards."""
+    tools = None
+    specs = config.reward.functions
+    if config.uses_turns:
+        tools = Tools(config)
+        at_end.callback(tools.close)
+        specs = tools.load().reward_specs(specs)
+    rewards = RewardRunner(
+        specs,
+        timeout_s=config.reward.timeout_s,
+        num_workers=config.reward.num_workers,
+        device=world.device,
+        environments=tools,
+    )
+    at_end.callback(rewards.close)
+    return tools, rewards
+
+
+def find_tokenizer(config: Config, model: str) -> tuple[str, PreTrainedTokenizerBase]:
+    """The folder or Hub id of a model, which is built or downloaded first, and its tokenizer."""
+    trust = config.model.trust_remote_code
+    path = resolve_model(model, config.data.dataset, trust_remote_code=trust, adapters=True)
+    tokenizer = load_tokenizer(
+        path,
+        trust_remote_code=trust,
+        chat_template=config.model.chat_template,
+    )
+    return path, tokenizer
 
 
 def load_engine(
-    config: Config, world: World, path: str, tokenizer: PreTrainedTokenizerBase, *,
-    problems: Sequence[Problem] = (), completion_length: int = 0, folder: str | Path = ".", tools: Tools | None = None,
-) -> Engine:  # fmt: skip
+    config: Config,
+    world: World,
+    path: str,
+    tokenizer: PreTrainedTokenizerBase,
+    tools: Tools | None,
+    longest: int = 0,
+) -> Engine:
     """The engine of the model at ``path``, with the settings of its run. All ranks call it together.
 
     Args:
-        problems: the problems that it will sample for; empty: not known.
-        folder: gets the logs of vLLM's servers.
-        tools: of the run, if it has turns.
+        longest: the most tokens of a prompt and its completion; 0: not known.
     """
-    longest = max((len(problem.prompt_ids) + completion_length for problem in problems), default=0)
     with world.fail_together():
         policy = load_policy(
             path,
@@ -59,9 +91,9 @@ def load_engine(
             policy,
             path=path,
             root=policy.model,
-            longest=longest,
-            probe_ids=problems[0].prompt_ids if problems else (),
-            folder=folder,
+            longest=min(longest, policy.context_length or longest),
+            probe_ids=(),
+            folder=tempfile.mkdtemp(),
         )
     else:
         engine = BuiltinEngine(policy, fast_decode=config.runtime.fast_decode)

@@ -4,6 +4,6 @@ The training loop and ``python -m grpo.evaluation`` run the same code: ``grading
 ``collect.evaluate`` samples and grades all problems. Importing this package imports no torch.
 """
 
-from grpo.evaluation.estimate import CompletionResult, Estimate, estimates, metric_names, pass_at_k
+from grpo.evaluation.estimate import metric_names, pass_at_k
 
-__all__ = ["CompletionResult", "Estimate", "estimates", "metric_names", "pass_at_k"]
+__all__ = ["metric_names", "pass_at_k"]

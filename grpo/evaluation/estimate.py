@@ -9,11 +9,13 @@ Samples of one problem are correlated, so one observation is the mean over the s
 - One problem does not show how problems differ: its samples are one observation of a rate, a mean has no interval.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from statistics import NormalDist
 
-from grpo.evaluation.intervals import Z, wilson
+Z = NormalDist().inv_cdf(0.975)  # 1.96 standard errors on each side of the mean
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,10 @@ class CompletionResult:
     scored: bool = True
     """False if the correctness reward could not score the completion, which then counts as wrong."""
     text: str | None = None
-    """None if the evaluation does not keep texts."""
+
+
+Rows = Sequence[Sequence[CompletionResult]]
+"""The results of the completions of each problem."""
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
@@ -56,7 +61,23 @@ class Estimate:
     of: int | None = None
 
 
-def rate_of(values: Sequence[float], samples: int, value: float | None = None) -> tuple[float, float, float]:
+def wilson(rate: float, observations: float) -> tuple[float, float]:
+    """Wilson's score interval (1927) of a rate in [0, 1], from independent observations (not always whole)."""
+    z2 = Z * Z / observations
+    centre = (rate + z2 / 2) / (1 + z2)
+    variance = rate * (1 - rate) / observations + z2 / (4 * observations)
+    half = Z / (1 + z2) * math.sqrt(variance)
+    # The interval contains the rate, also after rounding.
+    low = min(centre - half, rate)
+    high = max(centre + half, rate)
+    return max(low, 0.0), min(high, 1.0)
+
+
+def rate_of(
+    values: Sequence[float],
+    samples: int,
+    value: float | None = None,
+) -> tuple[float, float, float]:
     """``(rate, low, high)`` from one number in [0, 1] per problem, each the mean of so many ``samples``.
 
     ``value`` is the rate, if it is known more exactly than the mean of ``values``.
@@ -66,63 +87,89 @@ def rate_of(values: Sequence[float], samples: int, value: float | None = None) -
     p = mean if value is None else value
     variance_of_mean = math.fsum((v - mean) ** 2 for v in values) / N / N
     # Between N (all samples of a problem have the same result) and N * samples (samples are independent).
-    effective = p * (1 - p) / variance_of_mean if variance_of_mean > 0 else N if p in (0, 1) or N == 1 else N * samples
-    return p, *wilson(p, min(max(effective, N), N * samples))
+    effective = N * samples
+    if variance_of_mean > 0:
+        effective = p * (1 - p) / variance_of_mean
+    elif p in (0, 1) or N == 1:
+        effective = N
+    effective = min(max(effective, N), N * samples)
+    return p, *wilson(p, effective)
 
 
 def mean_of(rows: Sequence[Sequence[float]]) -> Estimate:
     """The mean of all values, with its interval over problems (NaN for fewer than two), one row each."""
-    N, of = len(rows), sum(map(len, rows))
-    if not of:
-        return Estimate(math.nan, math.nan, math.nan, None, 0)
-    mean = math.fsum(value for row in rows for value in row) / of
-    if sum(map(bool, rows)) < 2:
-        return Estimate(mean, math.nan, math.nan, None, of)
-    # The mean is the ratio of two sums over problems. These are the residuals of the problems in its linearisation.
-    residuals = [(math.fsum(row) - mean * len(row)) * N / of for row in rows]
-    se = math.sqrt(math.fsum(r * r for r in residuals) / (N - 1) / N)
-    return Estimate(mean, mean - Z * se, mean + Z * se, None, of)
+    mean = math.nan
+    se = math.nan
+    num_values = sum(map(len, rows))
+    if num_values > 0:
+        mean = math.fsum(itertools.chain(*rows)) / num_values
+    if sum(map(bool, rows)) > 1:
+        # The mean is the ratio of two sums over problems, which is linearised: each problem has a residual.
+        N = len(rows)
+        squares = []
+        for row in rows:
+            residual = (math.fsum(row) - mean * len(row)) * N / num_values
+            squares.append(residual * residual)
+        se = math.sqrt(math.fsum(squares) / (N - 1) / N)
+    return Estimate(mean, mean - Z * se, mean + Z * se)
 
 
-def estimates(greedy: Sequence[CompletionResult], samples: Sequence[Sequence[CompletionResult]]) -> dict[str, Estimate]:
-    """All metrics of an evaluation by name, from one greedy result per problem and equally many samples, or none.
+def estimates(
+    greedy: Sequence[CompletionResult],
+    samples: Rows,
+) -> dict[str, Estimate]:
+    """All metrics of an evaluation by name, from one greedy result per problem and equally many samples, also none.
 
-    ``greedy_accuracy``; with samples, ``mean@<n>`` and ``pass@<k>`` for every k up to n. Of the samples, or else of the
-    greedy completions, ``format``, ``lenient_accuracy``, ``mean_length``, ``truncated`` and ``rewards/<name>``; with
-    samples, the first four of these for the greedy completions too, as ``greedy_...``.
+    ``eval/greedy_accuracy``; with samples, ``eval/mean@<n>`` and ``eval/pass@<k>`` for every k up to n. Of the samples,
+    or else of the greedy completions, ``format``, ``lenient_accuracy``, ``mean_length``, ``truncated`` and
+    ``rewards/<name>``; with samples, the first four of these for the greedy completions too, as ``greedy_...``.
     """
     greedy_rows = [[result] for result in greedy]
-    found = {"greedy_accuracy": _share(greedy_rows, "correct")}
-    if not samples:
-        return found | _other_metrics(greedy_rows)
-    n, num_correct = len(samples[0]), [sum(result.correct for result in row) for row in samples]
-    found[f"mean@{n}"] = _share(samples, "correct")
+    found = {"eval/greedy_accuracy": _share(greedy_rows, "correct")}
+    n = len(samples[0])
+    if n == 0:
+        return found | _other_metrics(greedy_rows, "eval/")
+
+    found[f"eval/mean@{n}"] = _share(samples, "correct")
     for k in range(1, n + 1):
-        found[f"pass@{k}"] = Estimate(*rate_of([pass_at_k(n, c, k) for c in num_correct], n))
-    of_greedy = {f"greedy_{name}": e for name, e in _other_metrics(greedy_rows).items() if "/" not in name}
-    return found | _other_metrics(samples) | of_greedy
+        shares = []
+        for row in samples:
+            num_correct = sum(result.correct for result in row)
+            shares.append(pass_at_k(n, num_correct, k))
+        found[f"eval/pass@{k}"] = Estimate(*rate_of(shares, n))
+    found |= _other_metrics(samples, "eval/")
+    for name, estimate in _other_metrics(greedy_rows, "eval/greedy_").items():
+        if "rewards/" not in name:
+            found[name] = estimate
+    return found
 
 
 def metric_names(num_samples: int, rewards: Sequence[str]) -> list[str]:
-    """The names, with ``eval/``, of the metrics of an evaluation; ``num_samples`` is 0 with greedy decoding only."""
+    """The names of the metrics of an evaluation; ``num_samples`` is 0 with greedy decoding only."""
     result = CompletionResult(False, False, False, 0, False, dict.fromkeys(rewards))
-    return [f"eval/{name}" for name in estimates([result], [[result] * num_samples] if num_samples else [])]
+    return list(estimates([result], [[result] * num_samples]))
 
 
-def _other_metrics(rows: Sequence[Sequence[CompletionResult]]) -> dict[str, Estimate]:
-    def mean_reward(name: str) -> Estimate:
-        return mean_of([[r.rewards[name] for r in row if r.rewards[name] is not None] for row in rows])
-
-    return {
-        "format": _share(rows, "formatted"),
-        "lenient_accuracy": _share(rows, "lenient"),
-        "mean_length": mean_of([[result.length for result in row] for row in rows]),
-        "truncated": _share(rows, "truncated"),
-        **{f"rewards/{name}": mean_reward(name) for name in rows[0][0].rewards},
+def _other_metrics(rows: Rows, prefix: str) -> dict[str, Estimate]:
+    lengths = []
+    for row in rows:
+        lengths.append([result.length for result in row])
+    found = {
+        f"{prefix}format": _share(rows, "formatted"),
+        f"{prefix}lenient_accuracy": _share(rows, "lenient"),
+        f"{prefix}mean_length": mean_of(lengths),
+        f"{prefix}truncated": _share(rows, "truncated"),
     }
+    for name in rows[0][0].rewards:
+        scores = []
+        for row in rows:
+            values = [result.rewards[name] for result in row]
+            scores.append([value for value in values if value is not None])
+        found[f"{prefix}rewards/{name}"] = mean_of(scores)
+    return found
 
 
-def _share(rows: Sequence[Sequence[CompletionResult]], attribute: str) -> Estimate:
+def _share(rows: Rows, attribute: str) -> Estimate:
     """The share of completions for which an attribute of their result is true; problems with None are left out."""
     counts = []
     for row in rows:
@@ -134,4 +181,5 @@ def _share(rows: Sequence[Sequence[CompletionResult]], attribute: str) -> Estima
     n = len(rows[0])
     count = sum(counts)
     of = n * len(counts)
-    return Estimate(*rate_of([c / n for c in counts], n, count / of), count, of)
+    shares = [c / n for c in counts]
+    return Estimate(*rate_of(shares, n, count / of), count, of)

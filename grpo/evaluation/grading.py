@@ -35,15 +35,22 @@ class Grader:
         self.trainer_state = trainer_state
         self.correct_above = config.correct_above
         self.correctness = config.correctness or (checkers or names)[0]
-        self.format = config.format or ("format" if "format" in names else None)
+        self.format = config.format
+        if self.format is None and "format" in names:
+            self.format = "format"
         spec = rewards.specs[names.index(self.correctness)]
-        self.mode = spec.args.get("mode") if spec.name == "accuracy" else None
+        self.mode = None
+        if spec.name == "accuracy":
+            self.mode = spec.args.get("mode")
 
     def __call__(self, groups: Sequence[Group]) -> list[list[CompletionResult]]:
         rows = iter(score_groups(self.rewards, groups, self.trainer_state).values)
         results = []
         for group in groups:
-            results.append([self._grade(group.problem, c, next(rows)) for c in group.completions])
+            graded = []
+            for completion in group.completions:
+                graded.append(self._grade(group.problem, completion, next(rows)))
+            results.append(graded)
         return results
 
     def _grade(
@@ -54,14 +61,21 @@ class Grader:
     ) -> CompletionResult:
         rewards = dict(zip(self.rewards.names, row, strict=True))
         correctness = rewards[self.correctness]
+        text = completion.text
         answer = problem.columns.get("answer")
         lenient = None
         if answer is not None:
-            last_number = extract_answer(completion.text, mode="lenient")
+            last_number = extract_answer(text, mode="lenient")
             lenient = equals_reference(last_number, answer)
+        if self.format:
+            formatted = (rewards[self.format] or 0.0) > 0
+        elif self.mode in ("boxed", "####"):
+            formatted = extract_answer(text, self.mode) is not None
+        else:
+            formatted = has_format(text)
         return CompletionResult(
             correct=correctness is not None and correctness > self.correct_above,
-            formatted=self._is_well_formed(completion.text, rewards),
+            formatted=formatted,
             lenient=lenient,
             length=len(completion.sampled_ids),
             truncated=not completion.finished,
@@ -69,13 +83,6 @@ class Grader:
             scored=correctness is not None,
             text=completion.transcript,
         )
-
-    def _is_well_formed(self, text: str, rewards: dict[str, float | None]) -> bool:
-        if self.format:
-            return (rewards[self.format] or 0.0) > 0
-        if self.mode in ("boxed", "####"):
-            return extract_answer(text, self.mode) is not None
-        return has_format(text)
 
 
 def correctness_note(config: EvalConfig, names: Sequence[str]) -> str | None:
@@ -88,6 +95,6 @@ def correctness_note(config: EvalConfig, names: Sequence[str]) -> str | None:
 
 def check_reward_names(config: EvalConfig, names: Sequence[str]) -> None:
     """``ValueError`` unless ``eval.correctness`` and ``eval.format`` are among the rewards."""
-    for key, name in (("correctness", config.correctness), ("format", config.format)):
-        if name is not None and name not in names:
-            raise ValueError(f"eval.{key}={name}: no such reward; there are {', '.join(names)}")
+    unknown = {config.correctness, config.format} - {None, *names}
+    if unknown:
+        raise ValueError(f"eval.correctness and eval.format take one of {', '.join(names)}, not {unknown}")

@@ -30,40 +30,30 @@ def chat(monkeypatch, capsys):
     return run
 
 
-def test_samples_of_a_prompt_with_the_rewards_of_its_run(checkpoint, chat):
+def test_samples_of_a_prompt_with_the_rewards_of_its_run(checkpoint, chat, tmp_path):
     code, shown, _ = chat("--model", checkpoint, *SAMPLE)
     assert code == 0
-    head = r"^--- \d/3  reward (\S+) \(share_of_digits (\S+)\), (\d+) tokens, (?:finished|truncated)$"
-    heads = re.findall(head, shown, re.M)
+    heads = re.findall(r"^--- \d/3  (\d+) tokens, (?:finished|truncated), share_of_digits [\d.]+$", shown, re.M)
     assert len(heads) == 3
-    assert all(total == part and 1 <= int(length) <= 12 for total, part, length in heads)
+    assert all(1 <= int(length) <= 12 for length in heads)
     assert chat("--model", checkpoint, *SAMPLE)[1] == shown, "seeded"
     assert chat("--model", checkpoint, *SAMPLE, "seed=1")[1] != shown
+    # Also without the trainer's state, in a folder that was moved; section.key=value changes the run's settings.
+    run = tmp_path / "moved"
+    shutil.copytree(checkpoint.parent, run)
+    shutil.rmtree(run / "checkpoint-1" / "trainer")
+    assert chat("--model", run / "checkpoint-1", *SAMPLE)[1] == shown
+    shown = chat("--model", run / "checkpoint-1", *SAMPLE, "rollout.max_completion_length=2")[1]
+    assert {int(length) for length in re.findall(r"(\d+) tokens", shown)} <= {1, 2}
 
 
 def test_a_conversation_goes_on_until_it_is_ended_or_too_long(checkpoint, chat):
-    greedy = ("--model", checkpoint, "--temperature", "0")
+    greedy = ("--model", checkpoint, "rollout.top_k=1")
     code, once, _ = chat(*greedy, text="2+2=\n")
     assert code == 0 and once
-    assert chat(*greedy, text="2+2=\n\n/reset\n2+2=\n/quit\nnever read\n")[1] == once * 2, "greedy, and begun anew"
+    assert chat(*greedy, text="2+2=\n\n2+2=\n")[1] == once * 2, "an empty line begins anew"
     code, _, said = chat(*greedy, text=f"{'1+' * 60}\n{'2+' * 60}\n")
-    assert code == 2 and "the chat (context of 256 tokens" in said
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--model", "/nowhere"], "/nowhere cannot be loaded"),
-        (["--model", "MODEL", *SAMPLE, SHORT, "--column", "other=1"], "needs the column(s) answer"),
-        (["--model", "MODEL", *SAMPLE, "rollout.engine=vllm", "--column", "other=1"], "needs the column(s) answer"),
-        (["--model", "MODEL", *SAMPLE, "--column", "answer"], "--column answer: use NAME=VALUE"),
-    ],
-)
-def test_user_errors_are_one_line(random_model, chat, arguments, words):
-    """The default reward reads the column ``answer``."""
-    code, _, said = chat(*(str(random_model) if word == "MODEL" else word for word in arguments))
-    assert code == 2
-    assert said.startswith("error: ") and words in said and said.count("\n") == 1
+    assert code == 2 and "prompts of the chat are longer than data.max_prompt_length=244 tokens" in said
 
 
 def test_a_model_without_a_run_gets_the_prompt_alone(random_model, chat, tmp_path):
@@ -73,23 +63,12 @@ def test_a_model_without_a_run_gets_the_prompt_alone(random_model, chat, tmp_pat
     for model in (random_model, base):
         code, shown, _ = chat("--model", model, *SAMPLE, SHORT)
         assert code == 0 and len(re.findall(r"^--- \d/3  \d+ tokens, (?:finished|truncated)$", shown, re.M)) == 3
-
-
-def test_the_configuration_beside_a_checkpoint_is_that_of_its_run(checkpoint, chat, tmp_path):
-    """Also without the trainer's state, in a folder that was moved; ``section.key=value`` changes it."""
-    run = tmp_path / "moved"
-    shutil.copytree(checkpoint.parent, run)
-    shutil.rmtree(run / "checkpoint-1" / "trainer")
-    expected = chat("--model", checkpoint, *SAMPLE)[1]
-    assert "share_of_digits" in expected
-    assert chat("--model", run / "checkpoint-1", *SAMPLE)[1] == expected
-    shown = chat("--model", run / "checkpoint-1", *SAMPLE, "rollout.max_completion_length=2")[1]
-    assert {int(length) for length in re.findall(r"(\d+) tokens", shown)} <= {1, 2}
+    code, _, said = chat("--model", random_model, *SAMPLE, SHORT, "--column", "other=1")
+    assert code == 2 and "needs the column(s) answer" in said
 
 
 def test_a_completion_that_nothing_could_score_has_no_reward(tmp_path, random_model, chat):
     config = tmp_path / "run.yaml"
     config.write_text(f"reward: {{functions: ['{ROOT}/tests/rewards_for_tests.py:unscorable']}}\n")
     shown = chat("--model", random_model, "--config", config, "--prompt", "2+2=", SHORT)[1]
-    heads = set(re.findall(r"reward (\S+) \(unscorable (\S+)\)", shown))
-    assert heads == {("unscorable", "unscorable"), ("1", "1")}, shown
+    assert set(re.findall(r", unscorable (\S+)$", shown, re.M)) == {"unscorable", "1"}, shown

@@ -102,7 +102,7 @@ def test_a_run_of_an_adapter_is_killed_and_continued_and_its_checkpoint_evaluate
 
 def evaluated(command: list[str], engine: str, output: Path) -> list:
     """The greedy completions and results of an evaluation."""
-    assert main([*command, "--engine", engine, "--output", str(output)]) == 0
+    assert main([*command, f"rollout.engine={engine}", "--output", str(output)]) == 0
     (model,) = json.loads(output.read_text())["models"]
     return [problem["greedy"] for problem in model["problems"]]
 

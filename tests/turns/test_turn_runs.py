@@ -113,7 +113,7 @@ def test_what_a_person_sees(runs, random_model, capsys, tmp_path):
     capsys.readouterr()
     assert chat.main(["--model", str(runs[1] / "checkpoint-3"), "--prompt", "1+1=", "--samples", "2"]) == 0
     printed = capsys.readouterr().out
-    assert "[user] ok" in printed and "of them not the model's" in printed and "(Slow " in printed
+    assert "[user] ok" in printed and "of them not the model's" in printed and ", Slow " in printed
     with contextlib.redirect_stdout(io.StringIO()) as out:
         assert main([*arguments(random_model, tmp_path / "debug"), "--debug"]) == 0
     assert "[user] ok" in out.getvalue() and "no check has failed" in out.getvalue()
