@@ -20,7 +20,12 @@ from typing import Any
 from grpo.algorithm.batch import Group
 from grpo.checkpoint.saver import Progress
 from grpo.commands.command import command, command_parser
-from grpo.commands.models import BUILTIN_ENGINE, find_tokenizer, load_engine, open_rewards
+from grpo.commands.models import (
+    BUILTIN_ENGINE,
+    find_tokenizer,
+    load_engine,
+    open_rewards,
+)
 from grpo.config import config_of_models
 from grpo.data import Rows, make_problems
 from grpo.data.tasks import task_of
@@ -64,6 +69,8 @@ def main(argv: list[str]) -> None:
         columns = dict(options.column)
         if is_scored:
             rewards.check(columns)
+        else:
+            rewards = None
         path, tokenizer = find_tokenizer(config, options.model)
         engine = load_engine(config, world, path, tokenizer, tools)
         at_end.callback(engine.close)
@@ -73,7 +80,7 @@ def main(argv: list[str]) -> None:
         if options.prompt is None:
             talk(sample)
         else:
-            show_samples(sample(options.prompt, columns, options.samples), rewards if is_scored else None)
+            show_samples(sample(options.prompt, columns, options.samples), rewards)
 
 
 def name_and_value(item: str) -> tuple[str, Any]:
@@ -100,9 +107,15 @@ def _sample(
     data = config.data.model_copy(update={"max_prompt_length": longest})
     task = task_of(config.data, config.data.dataset)
     rows = Rows("the chat", [prompt], [columns], task and task.instructions)
-    problems = make_problems(rows, data, policy.tokenizer, schemas_of=tools and tools.schemas_of).problems
+    found = make_problems(
+        rows,
+        data,
+        policy.tokenizer,
+        schemas_of=tools and tools.schemas_of,
+    )
     sampling = dataclasses.replace(sampler.sampling, num_generations=num_samples)
-    (group,) = sampler.engine.generate(problems, sampling, seed_key=(config.seed, "chat", turn))
+    seed_key = (config.seed, "chat", turn)
+    (group,) = sampler.engine.generate(found.problems, sampling, seed_key=seed_key)
     return group
 
 

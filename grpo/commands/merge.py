@@ -18,8 +18,11 @@ from grpo.telemetry.terminal import survive_lost_readers
 @command
 def main(argv: list[str]) -> None:
     survive_lost_readers()
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog="python -m grpo.merge", description=__doc__, formatter_class=formatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m grpo.merge",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("folder", metavar="RUN_OR_CHECKPOINT", type=Path)
     parser.add_argument("--output", metavar="DIR", type=Path, help="default: merged/ in the checkpoint")
     parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the model")

@@ -50,9 +50,9 @@ def write_results(output: Path, results: Results) -> None:
 def measure(metrics: list[dict[str, Any]]) -> pandas.Series:
     """The numbers of one run by metric: its last evaluation, and the means of the last steps."""
     table = pandas.DataFrame(metrics, dtype=float).query("step > 0")
-    evaluations = table.filter(regex="^eval/").dropna(how="all")
-    steps = table.filter(regex="^(?!eval/)")
-    return pandas.concat([evaluations.tail(1).mean(), steps.tail(LAST_STEPS).mean()])
+    evaluation = table.filter(regex="^eval/").dropna(how="all").tail(1)
+    steps = table.filter(regex="^(?!eval/)").tail(LAST_STEPS)
+    return pandas.concat([evaluation.mean(), steps.mean()])
 
 
 def compare(results: Results) -> pandas.DataFrame:
@@ -87,8 +87,8 @@ def as_markdown(rows: pandas.DataFrame, base: str) -> str:
     """The table of the metrics of ``SHOWN``."""
     width = rows["variant"].str.len().max()
     lines = [
-        f"| {'metric':24} | {'variant':{width}} | seeds | {'mean':18} | difference to {base} |",
-        f"|-{'-' * 24}-|-{'-' * width}-|-------|-{'-' * 18}-|---------------{'-' * len(base)}-|",
+        f"| {'metric':24} | {'variant':{width}} | seeds | {'mean':22} | {'difference to ' + base:22} |",
+        f"|-{'-' * 24}-|-{'-' * width}-|-------|-{'-' * 22}-|-{'-' * 22}-|",
     ]
     for pattern in SHOWN:
         for metric in fnmatch.filter(rows["metric"].unique(), pattern):
@@ -97,11 +97,15 @@ def as_markdown(rows: pandas.DataFrame, base: str) -> str:
                 difference = _cell(row.difference, row.difference_95, sign="+")
                 if row.variant == base:
                     difference = ""
-                lines.append(f"| {metric:24} | {row.variant:{width}} | {row.seeds:5} | {mean:18} | {difference:18} |")
+                lines.append(f"| {metric:24} | {row.variant:{width}} | {row.seeds:5} | {mean:22} | {difference:22} |")
     return "\n".join(lines) + "\n" + CAPTION
 
 
-def _cell(value: float, half: float, sign: str = "") -> str:
+def _cell(
+    value: float,
+    half: float,
+    sign: str = "",
+) -> str:
     if math.isnan(value):
         return "-"
     text = f"{value:{sign}.4g}"

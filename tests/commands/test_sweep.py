@@ -11,7 +11,6 @@ import pytest
 import yaml
 from conftest import ROOT, environment_of_runs
 
-from grpo.checkpoint.resume import Lock
 from grpo.commands.sweep import main, make_plan, read_varied, variant_names
 from grpo.commands.sweep_results import as_markdown, compare
 from grpo.config import ConfigError, load_config
@@ -25,16 +24,11 @@ def plan_of(output, *overrides, seeds=(0,), vary=(), one_at_a_time=True):
 
 
 def test_a_comma_inside_brackets_or_quotes_belongs_to_its_value():
-    assert read_varied(["algorithm.scale=group, none", "optim.betas=[0.9, 0.95],[0.9, 0.999]"]) == [
-        ["algorithm.scale=group", "algorithm.scale=none"],
-        ["optim.betas=[0.9, 0.95]", "optim.betas=[0.9, 0.999]"],
-    ]
-    assert read_varied(["rollout.stop=['a,b'],[\"],\"],[]"]) == [
-        ["rollout.stop=['a,b']", 'rollout.stop=["],"]', "rollout.stop=[]"]
-    ]
     key = "data.system_prompt"
-    assert read_varied([f"{key}='Think, then answer.'", f"{key}=it's"]) == [
-        [f"{key}='Think, then answer.'", f"{key}=it's"]
+    items = ["optim.betas=[0.9, 0.95], [0.9, 0.999]", f"{key}='Think, then answer.'", f"{key}=it's"]
+    assert read_varied(items) == [
+        ["optim.betas=[0.9, 0.95]", "optim.betas=[0.9, 0.999]"],
+        [f"{key}='Think, then answer.'", f"{key}=it's"],
     ]
 
 
@@ -53,12 +47,10 @@ def test_variants_are_all_combinations_or_each_value_alone(tmp_path):
     runs = plan_of(output, vary=vary, one_at_a_time=False)
     assert [run.variant for run in runs] == [f"scale={s},beta={b}" for s in ("group", "none") for b in (0.01, 0.1)]
     runs = plan_of(output, vary=vary, seeds=(0, 7))
-    names = ["base", "scale=group", "scale=none", "beta=0.01", "beta=0.1"]
-    assert [(run.variant, run.seed) for run in runs] == [(name, seed) for seed in (0, 7) for name in names]
-    run = runs[7]
-    assert run.folder == output / "scale=none,seed=7" and run.log == output / "scale=none,seed=7.log"
-    config = load_config(run.arguments)
-    assert (config.output_dir, config.seed, config.algorithm.scale) == (str(run.folder), 7, "none")
+    assert [run.variant for run in runs] == ["base", "scale=group", "scale=none", "beta=0.01", "beta=0.1"] * 2
+    config = load_config(runs[7].arguments)
+    assert (config.seed, config.algorithm.scale) == (7, "none")
+    assert config.output_dir == str(runs[7].folder) == f"{output}/scale=none,seed=7"
     assert not output.exists(), "nothing is written before the first run"
 
 
@@ -141,18 +133,13 @@ def test_a_sweep_is_killed_stopped_and_continued(tmp_path, random_model):
     """Two variants and one that fails, two seeds: SIGKILL in the second run; Ctrl-C in the third; then to the end."""
     reward = tmp_path / "mine.py"
     reward.write_text("def mine(completions, **columns):\n    return [float(len(text) % 2) for text in completions]\n")
-    data = {"dataset": "builtin:arithmetic", "max_train_samples": 64, "max_eval_samples": 4}
-    values = {
-        "model": {"name_or_path": str(random_model)}, "data": data, "optim": {"max_steps": 40},
-        "rollout": {"prompts_per_step": 2, "num_generations": 2, "max_completion_length": 12},
-        "reward": {"functions": [f"{reward}:mine"]}, "eval": {"before_training": False},
-        "runtime": {"precision": "fp32"}, "checkpoint": {"save_steps": 10},
-    }  # fmt: skip
-    config = tmp_path / "X.yaml"
-    config.write_text(yaml.safe_dump(values))
     output = tmp_path / "a sweep"
-    words = [sys.executable, "-m", "grpo.sweep", "--config", str(config), "--vary", "algorithm.scale=none"]
-    words += ["--vary", "model.name_or_path=/nix", "--one-at-a-time", "--output", str(output)]
+    settings = (
+        f"--config {ARITHMETIC} --vary algorithm.scale=none --vary model.name_or_path=/nix --one-at-a-time "
+        f"model.name_or_path={random_model} reward.functions=[{reward}:mine] optim.max_steps=40 data.max_eval_samples=4 "
+        "rollout.prompts_per_step=2 rollout.num_generations=2 rollout.max_completion_length=12 checkpoint.save_steps=10"
+    )
+    words = [sys.executable, "-m", "grpo.sweep", *settings.split(), "--output", str(output)]
 
     def start(seeds="0,1"):
         pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -169,21 +156,14 @@ def test_a_sweep_is_killed_stopped_and_continued(tmp_path, random_model):
         file = folder / "metrics.jsonl"
         return file.read_text().count("\n") if file.exists() else 0
 
-    def is_free(folder):
-        lock = Lock()
-        try:
-            lock.acquire(folder)
-        except ConfigError:
-            return False
-        return lock.release() is None
-
     base = output / "base,seed=0"
     second = output / "scale=none,seed=0"
+    log = output / "scale=none,seed=0.log"
     sweep = start()
     try:
         wait_for(lambda: steps(second) >= 2)
         sweep.kill()
-        wait_for(lambda: is_free(second))  # its run is told by the kernel, saves and ends
+        wait_for(lambda: "stopped at step" in log.read_text())  # its run is told by the kernel, saves and ends
         seen = steps(second)
         assert 2 <= seen < 40 and steps(base) == 40
         first_metrics = (base / "metrics.jsonl").stat().st_mtime_ns
@@ -192,10 +172,8 @@ def test_a_sweep_is_killed_stopped_and_continued(tmp_path, random_model):
         wait_for(lambda: steps(second) > seen)
         sweep.send_signal(signal.SIGINT)
         printed = sweep.communicate(timeout=400)[0]
-        assert sweep.returncode == 130, printed
-        assert "the same command continues the sweep" in printed
-        assert seen < steps(second) < 40
-        assert "stopped at step" in (output / "scale=none,seed=0.log").read_text()
+        assert sweep.returncode == 130 and "the same command continues the sweep" in printed
+        assert seen < steps(second) < 40 and log.read_text().count("stopped at step") == 2
 
         sweep = start()
         printed = sweep.communicate(timeout=600)[0]
