@@ -5,7 +5,14 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from grpo.algorithm.choices import Baseline, MultiObjectiveAggregation, Scale, check_choice, equal_rewards_have_gradient
+from grpo.algorithm.choices import (
+    Baseline,
+    MultiObjectiveAggregation,
+    Scale,
+    check_choice,
+    check_returned,
+    equal_rewards_have_gradient,
+)
 
 OwnAdvantages = Callable[[Tensor, Tensor], Tensor]
 """Advantages of a user's: ``fn(rewards_PG, values_PGF) -> advantages_PG``, the same result on all ranks.
@@ -27,7 +34,8 @@ def values_compared(
         that has a weight.
     """
     if multi_objective_aggregation == "normalize_then_sum":
-        return values_PGF[..., torch.tensor(weights) != 0]
+        has_weight_F = torch.tensor(weights) != 0
+        return values_PGF[..., has_weight_F]
     return weighted_sum(values_PGF, weights)
 
 
@@ -39,10 +47,12 @@ def weighted_sum(values_PGF: Tensor, weights: Sequence[float]) -> Tensor:
     weights_F = torch.tensor(weights)
     terms_PGF = values_PGF.nan_to_num(0.0) * weights_F
     rewards_PG = terms_PGF.sum(dim=-1)
+
     # Half a unit in the last place (2^-24) each for the value, the weight and their product, and for every addition.
-    rounding_PG = (terms_PGF.abs() * ((len(weights_F) + 2) * 2**-24)).sum(dim=-1)
+    error_of_a_term = (len(weights_F) + 2) * 2**-24
+    rounding_PG = (terms_PGF.abs() * error_of_a_term).sum(dim=-1)
     rewards_PG = rewards_PG.masked_fill(rewards_PG.abs() <= rounding_PG, 0.0)
-    return rewards_PG.masked_fill((values_PGF.isnan() | (weights_F == 0)).all(dim=-1), torch.nan)
+    return rewards_PG.masked_fill(_is_unscored(values_PGF, weights_F), torch.nan)
 
 
 def group_advantages(
@@ -73,22 +83,36 @@ def group_advantages(
     dtype = torch.promote_types(rewards_PG.dtype, torch.float32)
     # In fp32 the squares of rewards above 1e19 would be infinite, and all their advantages 0.
     rewards_PG = rewards_PG.double()
-    scored_PG = ~torch.isnan(rewards_PG)
-    rewards_PG = rewards_PG.masked_fill(~scored_PG, 0.0)
+    is_scored_PG = ~rewards_PG.isnan()
+    rewards_PG = rewards_PG.masked_fill(~is_scored_PG, 0.0)
+    is_zero_PG = ~is_scored_PG
 
-    advantages_PG = rewards_PG - _baseline(rewards_PG, scored_PG, baseline)
-    is_zero_PG = ~scored_PG
     # Equal rewards must give exactly 0. Computed, they would give a rounding error divided by eps.
     if baseline != "none" or scale == "group":
-        is_zero_PG = is_zero_PG | _all_equal(rewards_PG, scored_PG, dim=1)
+        is_zero_PG = is_zero_PG | _all_equal(rewards_PG, is_scored_PG)
+
+    # Reward minus baseline.
+    mean_P1 = _mean(rewards_PG, is_scored_PG)
+    advantages_PG = rewards_PG
+    if baseline == "mean":
+        advantages_PG = rewards_PG - mean_P1
+    elif baseline == "leave_one_out":
+        sum_of_others_PG = rewards_PG.sum(dim=1, keepdim=True) - rewards_PG
+        num_others_P1 = is_scored_PG.sum(dim=1, keepdim=True) - 1
+        advantages_PG = rewards_PG - sum_of_others_PG / num_others_P1.clamp(min=1)
+
+    # The difference in units of the scale.
     if scale == "group":
-        advantages_PG = advantages_PG / (_std(rewards_PG, scored_PG, dim=1) + eps)
+        advantages_PG = advantages_PG / (_std(rewards_PG, is_scored_PG) + eps)
     elif scale == "batch":
-        advantages_PG = advantages_PG / (_std(rewards_PG.flatten(), scored_PG.flatten(), dim=0) + eps)
-        is_zero_PG = is_zero_PG | _all_equal(rewards_PG.flatten(), scored_PG.flatten(), dim=0)
+        rewards_1B = rewards_PG.reshape(1, -1)
+        is_scored_1B = is_scored_PG.reshape(1, -1)
+        advantages_PG = advantages_PG / (_std(rewards_1B, is_scored_1B) + eps)
+        is_zero_PG = is_zero_PG | _all_equal(rewards_1B, is_scored_1B)
     elif scale == "mean":
-        advantages_PG = advantages_PG / (_baseline(rewards_PG, scored_PG, "mean") + eps)
-        is_zero_PG = is_zero_PG | (rewards_PG.sum(dim=1, keepdim=True) == 0)  # 0 / 0 with eps 0
+        advantages_PG = advantages_PG / (mean_P1 + eps)
+        # Without eps it would be 0 / 0.
+        is_zero_PG = is_zero_PG | (mean_P1 == 0)
     return advantages_PG.masked_fill(is_zero_PG, 0.0).to(dtype)
 
 
@@ -102,36 +126,41 @@ def normalize_then_sum(values_PGF: Tensor, weights: Sequence[float], *, eps: flo
     ``values_PGF`` are those of all ranks. A NaN does not influence the others; a completion without a value of any
     function with a weight gets 0.
     """
+    # Each function alone, in units of its own spread.
     weights_F = torch.tensor(weights, dtype=torch.double)
-    normalized = [group_advantages(values_PG.double(), eps=eps) for values_PG in values_PGF.unbind(dim=-1)]
-    weighted_PGF = torch.stack(normalized, dim=-1) * weights_F
-    is_scored_PG = ~(values_PGF.isnan() | (weights_F == 0)).all(dim=-1)
-    sums_PG = weighted_PGF.sum(dim=-1)
-    sums_PG = sums_PG.masked_fill(sums_PG.abs() <= CANCELLED * weighted_PGF.abs().sum(dim=-1), 0.0)
-    sums_PG = sums_PG.masked_fill(~is_scored_PG, torch.nan)
-    advantages_PG = group_advantages(sums_PG.view(1, -1), eps=eps).view(sums_PG.shape)  # the whole batch as one group
-    is_equal_P = (weighted_PGF == 0).flatten(1).all(dim=1)
-    return advantages_PG.masked_fill(is_equal_P[:, None], 0.0).to(torch.promote_types(values_PGF.dtype, torch.float32))
+    normalized = []
+    for values_PG in values_PGF.double().unbind(dim=-1):
+        normalized.append(group_advantages(values_PG, eps=eps))
+    terms_PGF = torch.stack(normalized, dim=-1) * weights_F
+
+    # Functions that cancel each other out leave a rounding error, which must not become the unit of the advantages.
+    sums_PG = terms_PGF.sum(dim=-1)
+    rounding_PG = CANCELLED * terms_PGF.abs().sum(dim=-1)
+    sums_PG = sums_PG.masked_fill(sums_PG.abs() <= rounding_PG, 0.0)
+    sums_PG = sums_PG.masked_fill(_is_unscored(values_PGF, weights_F), torch.nan)
+
+    # The sums are normalised over the whole batch, as one group.
+    sums_1B = sums_PG.view(1, -1)
+    advantages_PG = group_advantages(sums_1B, eps=eps).view(sums_PG.shape)
+    teaches_P = terms_PGF.flatten(1).ne(0).any(dim=1)
+    advantages_PG = advantages_PG.masked_fill(~teaches_P[:, None], 0.0)
+    return advantages_PG.to(torch.promote_types(values_PGF.dtype, torch.float32))
 
 
 def call_user_advantages(function: OwnAdvantages, rewards_PG: Tensor, values_PGF: Tensor) -> Tensor:
     """``[P, G]`` fp32, 0 where a completion has no reward; ValueError on another shape or infinite values."""
     advantages_PG = function(rewards_PG.clone(), values_PGF.clone())
-    if not isinstance(advantages_PG, Tensor) or advantages_PG.shape != rewards_PG.shape:
-        got = tuple(advantages_PG.shape) if isinstance(advantages_PG, Tensor) else type(advantages_PG).__name__
-        raise ValueError(f"algorithm.advantages must return shape [P, G] = {tuple(rewards_PG.shape)}, got {got}")
+    check_returned("algorithm.advantages", advantages_PG, rewards_PG.shape)
     advantages_PG = advantages_PG.detach().float().masked_fill(rewards_PG.isnan(), 0.0)
     if not advantages_PG.isfinite().all():
-        wrong = rewards_PG[~advantages_PG.isfinite().all(dim=1)][0].tolist()
-        raise ValueError(
-            f"algorithm.advantages must return finite numbers, and does not for rewards {wrong} (nan: none)"
-        )
+        raise ValueError(f"algorithm.advantages must return finite numbers, got {advantages_PG.tolist()}")
     return advantages_PG
 
 
 def has_equal_rewards(rewards_PG: Tensor) -> Tensor:
     """``[P]`` True where a group's rewards are equal, or none is a number; of ``[P, G, F]`` those of each function."""
-    return _all_equal(rewards_PG, ~torch.isnan(rewards_PG), dim=1).flatten(1).all(dim=1)
+    are_equal_P1 = _all_equal(rewards_PG, ~rewards_PG.isnan())
+    return are_equal_P1.flatten(1).all(dim=1)
 
 
 def has_no_advantage(rewards_PG: Tensor, *, baseline: Baseline, scale: Scale) -> Tensor:
@@ -140,7 +169,7 @@ def has_no_advantage(rewards_PG: Tensor, *, baseline: Baseline, scale: Scale) ->
     Those of equal rewards are, except that without a baseline an advantage is a multiple of its reward.
     """
     if equal_rewards_have_gradient(baseline, scale):
-        return (rewards_PG.nan_to_num(0.0) == 0).all(dim=1)
+        return rewards_PG.nan_to_num(0.0).eq(0).all(dim=1)
     return has_equal_rewards(rewards_PG)
 
 
@@ -150,39 +179,39 @@ def _check(rewards_PG: Tensor, baseline: str, scale: str) -> None:
     check_choice("baseline", baseline, Baseline)
     check_choice("scale", scale, Scale)
     if rewards_PG.shape[1] == 1 and baseline != "none":
-        raise ValueError(
-            f"G = 1 with baseline={baseline!r} compares a completion with itself: use G >= 2 or baseline='none'"
-        )
-    if torch.isinf(rewards_PG).any():
+        raise ValueError(f"baseline={baseline} compares a completion with itself: use G >= 2 or baseline='none'")
+    if rewards_PG.isinf().any():
         raise ValueError(f"rewards must be finite or NaN, got {rewards_PG.tolist()}")
     if scale == "mean" and (rewards_PG < 0).any():
-        lowest = rewards_PG[~torch.isnan(rewards_PG)].min().item()
+        lowest = rewards_PG.nan_to_num().min().item()
         raise ValueError(
             "algorithm.scale=mean (MaxRL) divides by the mean reward of a group, so rewards must not be negative, "
             f"got {lowest:g}: change the rewards or their weights, or take algorithm.scale=group"
         )
 
 
-def _baseline(rewards_PG: Tensor, scored_PG: Tensor, baseline: Baseline) -> Tensor | float:
-    """The baseline that is subtracted from each reward; rewards that are not scored must be 0."""
-    if baseline == "none":
-        return 0.0
-    count_P1, total_P1 = scored_PG.sum(dim=1, keepdim=True), rewards_PG.sum(dim=1, keepdim=True)
-    if baseline == "mean":
-        return total_P1 / count_P1.clamp(min=1)
-    return (total_P1 - rewards_PG) / (count_P1 - 1).clamp(min=1)
+def _is_unscored(values_PGF: Tensor, weights_F: Tensor) -> Tensor:
+    """``[P, G]`` True where no function that has a weight gave a value."""
+    is_missing_PGF = values_PGF.isnan() | (weights_F == 0)
+    return is_missing_PGF.all(dim=-1)
 
 
-def _all_equal(values: Tensor, scored: Tensor, dim: int) -> Tensor:
-    """True where the scored values along ``dim`` are all equal or none is scored; ``dim`` remains with size 1."""
-    highest = values.masked_fill(~scored, -torch.inf).amax(dim=dim, keepdim=True)
-    lowest = values.masked_fill(~scored, torch.inf).amin(dim=dim, keepdim=True)
-    return highest <= lowest
+def _all_equal(values_PG: Tensor, is_scored_PG: Tensor) -> Tensor:
+    """``[P, 1]`` True where the scored values of a group are all equal or none is scored."""
+    highest_P1 = values_PG.masked_fill(~is_scored_PG, -torch.inf).amax(dim=1, keepdim=True)
+    lowest_P1 = values_PG.masked_fill(~is_scored_PG, torch.inf).amin(dim=1, keepdim=True)
+    return highest_P1 <= lowest_P1
 
 
-def _std(values: Tensor, scored: Tensor, dim: int) -> Tensor:
-    """Standard deviation (n - 1) of the scored values along ``dim``, which stays with size 1; the others must be 0."""
-    count = scored.sum(dim=dim, keepdim=True)
-    mean = values.sum(dim=dim, keepdim=True) / count.clamp(min=1)
-    squares = ((values - mean) ** 2).masked_fill(~scored, 0.0).sum(dim=dim, keepdim=True)
-    return (squares / (count - 1).clamp(min=1)).sqrt()
+def _mean(values_PG: Tensor, is_scored_PG: Tensor) -> Tensor:
+    """``[P, 1]`` mean of the scored values of each group; the others must be 0."""
+    count_P1 = is_scored_PG.sum(dim=1, keepdim=True)
+    return values_PG.sum(dim=1, keepdim=True) / count_P1.clamp(min=1)
+
+
+def _std(values_PG: Tensor, is_scored_PG: Tensor) -> Tensor:
+    """``[P, 1]`` standard deviation (n - 1) of the scored values of each group; the others must be 0."""
+    count_P1 = is_scored_PG.sum(dim=1, keepdim=True)
+    squares_PG = (values_PG - _mean(values_PG, is_scored_PG)) ** 2
+    sum_P1 = squares_PG.masked_fill(~is_scored_PG, 0.0).sum(dim=1, keepdim=True)
+    return (sum_P1 / (count_P1 - 1).clamp(min=1)).sqrt()

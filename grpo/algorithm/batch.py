@@ -34,7 +34,9 @@ class Problem:
     @property
     def prompt_of_rewards(self) -> str | list[dict[str, str]]:
         """The prompt as rewards get it."""
-        return self.prompt if self.reward_prompt is None else self.reward_prompt
+        if self.reward_prompt is None:
+            return self.prompt
+        return self.reward_prompt
 
 
 class AllowedTokens(NamedTuple):
@@ -50,17 +52,20 @@ class AllowedTokens(NamedTuple):
 
     def select(self, rows: Tensor, T: int) -> "AllowedTokens":
         """The allowed tokens of some rows of a batch; ``counts`` becomes ``[rows, T]``."""
-        ids_by_row = self.ids_K.split(self.counts.sum(dim=1).tolist())
-        return AllowedTokens(torch.cat([ids_by_row[b] for b in rows.tolist()]), self.counts[rows, :T])
+        num_ids_B = self.counts.sum(dim=1)
+        ids_by_row = self.ids_K.split(num_ids_B.tolist())
+        selected = [ids_by_row[b] for b in rows.tolist()]
+        return AllowedTokens(torch.cat(selected), self.counts[rows, :T])
 
     def split(self, n: int) -> list["AllowedTokens"]:
         """The allowed tokens of each ``n`` positions in a row, where ``counts`` has one dimension."""
-        counts = self.counts.split(n)
-        ids = self.ids_K.split([int(counts_n.sum()) for counts_n in counts])
-        return [AllowedTokens(*part) for part in zip(ids, counts, strict=True)]
-
-    def to(self, device: Device) -> "AllowedTokens":
-        return AllowedTokens(self.ids_K.to(device), self.counts.to(device))
+        parts = []
+        start = 0
+        for counts_n in self.counts.split(n):
+            end = start + int(counts_n.sum())
+            parts.append(AllowedTokens(self.ids_K[start:end], counts_n))
+            start = end
+        return parts
 
 
 @dataclass(frozen=True)
@@ -86,13 +91,18 @@ class Completion:
     @property
     def sampled_ids(self) -> tuple[int, ...]:
         """The tokens that the model sampled."""
-        return tuple(compress(self.ids, self.loss_mask)) if self.loss_mask else self.ids
+        if not self.loss_mask:
+            return self.ids
+        return tuple(compress(self.ids, self.loss_mask))
 
     @property
     def size(self) -> str:
         """``62 tokens``; of several turns ``62 tokens, 14 of them not the model's``."""
+        size = f"{len(self.ids)} tokens"
         num_others = len(self.ids) - len(self.sampled_ids)
-        return f"{len(self.ids)} tokens" + (f", {num_others} of them not the model's" if num_others else "")
+        if num_others == 0:
+            return size
+        return f"{size}, {num_others} of them not the model's"
 
     @property
     def transcript(self) -> str:
@@ -144,17 +154,22 @@ class Turns(Completion):
 
     @property
     def transcript(self) -> str:
+        if not self.messages:
+            return self.text
         lines = []
         for message in self.messages:
-            name = f" {message['name']}" if message.get("name") else ""
+            role = message["role"]
+            if message.get("name"):
+                role += f" {message['name']}"
             thought = message.get("reasoning_content") or ""
-            lines.append(f"[{message['role']}{name}] {thought}{message.get('content') or ''}")
+            content = message.get("content") or ""
+            lines.append(f"[{role}] {thought}{content}")
             # Calls that were written between tags are part of the content.
-            calls = [
-                f"{call['function']['name']}({call['function']['arguments']})" for call in message.get("tool_calls", ())
-            ]
-            lines += [f"[call] {call}" for call in calls if "<" not in (message.get("content") or "")]
-        return "\n".join(lines) if self.messages else self.text
+            if "<" not in content:
+                for call in message.get("tool_calls", ()):
+                    function = call["function"]
+                    lines.append(f"[call] {function['name']}({function['arguments']})")
+        return "\n".join(lines)
 
 
 @dataclass(frozen=True)
@@ -171,27 +186,32 @@ def completion_mask(completion_ids_BT: Tensor, lengths_B: Tensor) -> Tensor:
     The mask never depends on token values, so a pad id that equals the EOS id, or several EOS ids, make no difference.
     ValueError if shapes disagree or a length is not in ``[0, T]``.
     """
-    shape, T = completion_ids_BT.shape, completion_ids_BT.shape[-1]
-    if len(shape) != 2 or lengths_B.shape != shape[:1] or bool(((lengths_B < 0) | (lengths_B > T)).any()):
+    shape = completion_ids_BT.shape
+    T = shape[-1]
+    is_outside_B = (lengths_B < 0) | (lengths_B > T)
+    if len(shape) != 2 or lengths_B.shape != shape[:1] or is_outside_B.any():
         raise ValueError(
             f"expected completion_ids [B, T] and lengths [B] in [0, T], got {tuple(shape)} and {lengths_B.tolist()}"
         )
-    positions_T = torch.arange(T, device=completion_ids_BT.device)
-    return positions_T[None, :] < lengths_B.to(completion_ids_BT.device)[:, None]
+    device = completion_ids_BT.device
+    positions_T = torch.arange(T, device=device)
+    return positions_T[None, :] < lengths_B.to(device)[:, None]
 
 
 def completion_lengths(mask_BT: Tensor) -> Tensor:
     """``[B]`` the number of tokens up to the last True of each row: a mask may have gaps, at the tokens of tools."""
-    return (mask_BT * torch.arange(1, mask_BT.shape[1] + 1, device=mask_BT.device)).amax(dim=1)
+    T = mask_BT.shape[1]
+    ends_T = torch.arange(1, T + 1, device=mask_BT.device)
+    return (mask_BT * ends_T).amax(dim=1)
 
 
-def right_pad(rows: Sequence[Sequence[int]], value: int, device: Device = "cpu") -> Tensor:
+def right_pad(rows: Sequence[Sequence[int]], value: int) -> Tensor:
     """A tensor ``[B, longest row]`` of rows of integers, padded with ``value`` on the right."""
-    width = max((len(row) for row in rows), default=0)
+    width = max(map(len, rows), default=0)
     padded = torch.full((len(rows), width), value, dtype=torch.long)
     for b, row in enumerate(rows):
-        padded[b, : len(row)] = torch.as_tensor(row, dtype=torch.long)
-    return padded.to(device)
+        padded[b, : len(row)] = torch.tensor(row, dtype=torch.long)
+    return padded
 
 
 @dataclass(frozen=True)
@@ -234,64 +254,101 @@ class Batch:
     @property
     def scorer_inputs(self) -> tuple[Tensor | AllowedTokens, ...]:
         """The arguments of :class:`grpo.algorithm.logprobs.CompletionScorer`."""
-        inputs = self.sequence_ids_BS, self.prompt_lengths_B, self.completion_mask_BT, self.group_B
-        return inputs if self.allowed is None else (*inputs, self.allowed)
+        inputs = (
+            self.sequence_ids_BS,
+            self.prompt_lengths_B,
+            self.completion_mask_BT,
+            self.group_B,
+        )
+        if self.allowed is None:
+            return inputs
+        return (*inputs, self.allowed)
 
     @property
     def counted_BT(self) -> Tensor:
         """True at the tokens that metrics count: all scored ones, or, with ``computed_B``, those of advantage not 0."""
         if self.computed_B is None:
             return self.completion_mask_BT
-        return self.completion_mask_BT & self.advantages_B.ne(0)[:, None]
+        has_advantage_B1 = self.advantages_B.ne(0)[:, None]
+        return self.completion_mask_BT & has_advantage_B1
 
     def select(self, rows: Tensor | slice) -> "Batch":
         """The batch of these rows only, padded to the longest of them."""
-        rows = torch.arange(len(self))[rows] if isinstance(rows, slice) else rows
-        rows = rows.to(self.sequence_ids_BS.device)
-        S, T = int(self.lengths_B[rows].max()), int(completion_lengths(self.completion_mask_BT[rows]).max())
-        columns = {"S": (rows, slice(S)), "T": (rows, slice(T)), "B": rows}  # by the last letter of a tensor's name
-        tensors = {name: tensor for name, tensor in vars(self).items() if isinstance(tensor, Tensor)}
-        selected = {name: tensor[columns[name[-1]]] for name, tensor in tensors.items()}
-        return replace(self, **selected, allowed=self.allowed and self.allowed.select(rows, T))
+        rows = torch.arange(len(self), device=self.group_B.device)[rows]
+        S = int(self.lengths_B[rows].max())
+        T = int(completion_lengths(self.completion_mask_BT[rows]).max())
+        width = {"S": S, "T": T}
+        selected = {}
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor):
+                axis = name[-1]
+                selected[name] = value[rows] if axis == "B" else value[rows, : width[axis]]
+        if self.allowed is not None:
+            selected["allowed"] = self.allowed.select(rows, T)
+        return replace(self, **selected)
 
 
 def collate(
-    groups: Sequence[Group], advantages_PG: Tensor, *, pad_id: int, device: Device = "cpu", mask_truncated: bool = False
+    groups: Sequence[Group],
+    advantages_PG: Tensor,
+    *,
+    pad_id: int,
+    device: Device = "cpu",
+    mask_truncated: bool = False,
 ) -> Batch:
     """Make one batch of ``P*G`` rows, group after group, with an advantage for each completion, or ValueError.
 
     ``pad_id`` fills up shorter rows. ``mask_truncated`` leaves truncated completions out of the loss.
     """
-    pairs = [(group.problem, completion) for group in groups for completion in group.completions]
-    if advantages_PG.numel() != len(pairs):
-        raise ValueError(f"{len(pairs)} completions, but {advantages_PG.numel()} advantages")
-    lengths_B = torch.tensor([len(completion.ids) for _, completion in pairs])
-    mask_BT = completion_mask(right_pad([completion.ids for _, completion in pairs], pad_id), lengths_B)
-    for b, (_, completion) in enumerate(pairs):
-        if completion.loss_mask:
-            mask_BT[b, : len(completion.ids)] = torch.tensor(completion.loss_mask)
-    trained_B = torch.tensor([completion.finished or not mask_truncated for _, completion in pairs])
-    sampled_BT = torch.zeros(mask_BT.shape)
-    for b, (_, completion) in enumerate(pairs):
+    completions = []
+    sequences = []
+    prompt_lengths = []
+    group_numbers = []
+    for number, group in enumerate(groups):
+        prompt_ids = group.problem.prompt_ids
+        for completion in group.completions:
+            completions.append(completion)
+            sequences.append(prompt_ids + completion.ids)
+            prompt_lengths.append(len(prompt_ids))
+            group_numbers.append(number)
+    B = len(completions)
+    if advantages_PG.numel() != B:
+        raise ValueError(f"{B} completions, but {advantages_PG.numel()} advantages")
+
+    # Positions of a row come from its length, never from the value of a token.
+    T = max(len(completion.ids) for completion in completions)
+    mask_BT = torch.zeros(B, T, dtype=torch.bool)
+    trained_BT = torch.zeros(B, T, dtype=torch.bool)
+    sampling_logprobs_BT = torch.zeros(B, T)
+    counts_BT = torch.zeros(B, T, dtype=torch.int32)
+    allowed_ids = []
+    for b, completion in enumerate(completions):
+        row = slice(len(completion.ids))
+        mask_BT[b, row] = torch.tensor(completion.loss_mask or True)
+        if completion.finished or not mask_truncated:
+            trained_BT[b] = mask_BT[b]
         if completion.sampling_logprobs:
-            sampled_BT[b, : len(completion.ids)] = torch.tensor(completion.sampling_logprobs)
-    tensors = dict(
-        sequence_ids_BS=right_pad([problem.prompt_ids + completion.ids for problem, completion in pairs], pad_id),
-        prompt_lengths_B=torch.tensor([len(problem.prompt_ids) for problem, _ in pairs]),
-        completion_mask_BT=mask_BT,
-        loss_mask_BT=mask_BT & trained_B[:, None],
-        advantages_B=advantages_PG.flatten().float(),
-        group_B=torch.tensor([p for p, group in enumerate(groups) for _ in group.completions]),
-        row_B=torch.arange(len(pairs)),
-        sampling_logprobs_BT=sampled_BT,
-    )
+            sampling_logprobs_BT[b, row] = torch.tensor(completion.sampling_logprobs)
+        if completion.allowed:
+            ids_K, counts = completion.allowed
+            counts_BT[b, : len(counts)] = counts
+            allowed_ids.append(ids_K)
     allowed = None
-    if recorded := {b: completion.allowed for b, (_, completion) in enumerate(pairs) if completion.allowed}:
-        counts_BT = torch.zeros(mask_BT.shape, dtype=torch.int32)
-        for b, tokens in recorded.items():
-            counts_BT[b, : len(tokens.counts)] = tokens.counts
-        allowed = AllowedTokens(torch.cat([tokens.ids_K for tokens in recorded.values()]), counts_BT).to(device)
-    return Batch(**{name: tensor.to(device) for name, tensor in tensors.items()}, allowed=allowed)
+    if allowed_ids:
+        ids_K = torch.cat(allowed_ids)
+        allowed = AllowedTokens(ids_K.to(device), counts_BT.to(device))
+
+    return Batch(
+        sequence_ids_BS=right_pad(sequences, pad_id).to(device),
+        prompt_lengths_B=torch.tensor(prompt_lengths, device=device),
+        completion_mask_BT=mask_BT.to(device),
+        loss_mask_BT=trained_BT.to(device),
+        advantages_B=advantages_PG.flatten().float().to(device),
+        group_B=torch.tensor(group_numbers, device=device),
+        row_B=torch.arange(B, device=device),
+        sampling_logprobs_BT=sampling_logprobs_BT.to(device),
+        allowed=allowed,
+    )
 
 
 def minibatches(batch: Batch, count: int) -> list[Batch]:
@@ -300,8 +357,8 @@ def minibatches(batch: Batch, count: int) -> list[Batch]:
     Rank r has the groups r, r + world_size, ...: the m-th parts of all ranks are the same groups at every world size.
     """
     assert len(batch) % count == 0, f"{len(batch)} rows do not split into {count} minibatches"
-    n = len(batch) // count
-    return [batch.select(slice(m * n, (m + 1) * n)) for m in range(count)]
+    parts = torch.arange(len(batch)).chunk(count)
+    return [batch.select(rows) for rows in parts]
 
 
 def skip_zero_advantage(batch: Batch, num_minibatches: int = 1) -> Batch:
@@ -309,10 +366,11 @@ def skip_zero_advantage(batch: Batch, num_minibatches: int = 1) -> Batch:
 
     Of a minibatch without any advantage, the shortest row is computed: DDP needs a backward pass of every rank.
     """
-    has_advantage_Mn = batch.advantages_B.ne(0).view(num_minibatches, -1)
-    shortest_M1 = batch.lengths_B.view(num_minibatches, -1).argmin(dim=1, keepdim=True)
-    is_shortest_Mn = torch.arange(has_advantage_Mn.shape[1], device=shortest_M1.device) == shortest_M1
-    computed_Mn = has_advantage_Mn | (is_shortest_Mn & ~has_advantage_Mn.any(dim=1, keepdim=True))
+    computed_Mn = batch.advantages_B.ne(0).view(num_minibatches, -1)
+    lengths_Mn = batch.lengths_B.view(num_minibatches, -1)
+    for computed_n, lengths_n in zip(computed_Mn, lengths_Mn, strict=True):
+        if not computed_n.any():
+            computed_n[lengths_n.argmin()] = True
     return replace(batch, computed_B=computed_Mn.flatten())
 
 
@@ -332,14 +390,17 @@ def microbatches(
         yield without_effect(batch), False
     for number, rows in enumerate(parts, 1):
         micro = batch.select(rows)
-        if micro.computed_B is not None:  # no metric counts the rows of advantage 0
-            micro = replace(micro, loss_mask_BT=micro.loss_mask_BT & micro.advantages_B.ne(0)[:, None])
+        if micro.computed_B is not None:
+            # No metric counts the rows of advantage 0.
+            has_advantage_B1 = micro.advantages_B.ne(0)[:, None]
+            micro = replace(micro, loss_mask_BT=micro.loss_mask_BT & has_advantage_B1)
         yield micro, number == len(parts)
 
 
 def without_effect(batch: Batch) -> Batch:
     """The shortest row of a batch as a micro-batch that no loss and no metric counts."""
-    row = batch.select(batch.lengths_B.argmin()[None])
+    shortest = batch.lengths_B.argmin()
+    row = batch.select(shortest[None])
     return replace(
         row,
         loss_mask_BT=torch.zeros_like(row.loss_mask_BT),
@@ -360,21 +421,34 @@ def microbatch_rows(batch: Batch, max_tokens: int, *, packed: bool = False) -> l
     to at most :data:`KEYS_PER_TOKEN` times ``max_tokens`` prompt tokens. Otherwise rows are sorted by length, and
     padding counts. A longer row is a micro-batch of its own. Only rows of ``computed_B`` are in one.
     """
-    prompts, lengths, groups = batch.prompt_lengths_B.tolist(), batch.lengths_B.tolist(), batch.group_B.tolist()
-    parts: list[list[int]] = [[]]
-    used = keys = 0  # tokens of the last part; prompt tokens that its rows attend to
-    rows = range(len(batch)) if batch.computed_B is None else batch.computed_B.nonzero().flatten().tolist()
-    for b in rows if packed else sorted(rows, key=lengths.__getitem__):
-        part = parts[-1]
-        if not packed:  # sorted by length: the rows before b are padded to its length
-            used = (len(part) + 1) * lengths[b]
+    prompts = batch.prompt_lengths_B.tolist()
+    lengths = batch.lengths_B.tolist()
+    groups = batch.group_B.tolist()
+    rows = range(len(batch))
+    if batch.computed_B is not None:
+        rows = batch.computed_B.nonzero().flatten().tolist()
+    if not packed:
+        rows = sorted(rows, key=lengths.__getitem__)
+
+    parts = []
+    part = []
+    used = 0  # tokens that a forward pass of the part computes
+    keys = 0  # prompt tokens that its rows attend to
+    for b in rows:
+        if not packed:
+            used = (len(part) + 1) * lengths[b]  # sorted by length: the rows before b are padded to its length
         elif part and groups[part[-1]] == groups[b]:
             used += lengths[b] - prompts[b]
         else:
             used += lengths[b]
         keys += prompts[b]
-        if part and (used > max_tokens or (packed and keys > KEYS_PER_TOKEN * max_tokens)):
-            part, used, keys = [], lengths[b], prompts[b]  # the prompt is computed again in the new part
-            parts.append(part)
+
+        is_full = used > max_tokens or (packed and keys > KEYS_PER_TOKEN * max_tokens)
+        if part and is_full:
+            parts.append(torch.tensor(part))
+            part = []
+            used = lengths[b]  # the prompt is computed again in the new part
+            keys = prompts[b]
         part.append(b)
-    return [torch.tensor(rows) for rows in parts]
+    parts.append(torch.tensor(part))
+    return parts

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from grpo.algorithm.batch import IGNORE_INDEX, AllowedTokens, completion_lengths, completion_mask
 from grpo.attention import fast_paths, few_sizes, pack, packed_hidden
 
-LOGITS_PER_CHUNK, LOGITS_PER_CHUNK_ON_CUDA = 2**24, 2**27
+LOGITS_PER_CHUNK = 2**24
+LOGITS_PER_CHUNK_ON_CUDA = 2**27
 """Most logits in memory at once: 64 MiB in fp32, on a GPU 512 MiB, because it needs larger matrix products.
 
 Compiled log-probs in bf16 take twice as many. They need no fp32 copy of the logits, and with fewer chunks the head's
@@ -35,7 +36,12 @@ def logprobs_from_logits(logits_BTV: Tensor, labels_BT: Tensor, temperature: flo
     if not temperature > 0:
         raise ValueError(f"temperature={temperature} must be above 0")
     logits_NV = _divide_by_temperature(logits_BTV.flatten(0, -2), temperature)
-    losses_N = F.cross_entropy(logits_NV, labels_BT.flatten(), ignore_index=IGNORE_INDEX, reduction="none")
+    losses_N = F.cross_entropy(
+        logits_NV,
+        labels_BT.flatten(),
+        ignore_index=IGNORE_INDEX,
+        reduction="none",
+    )
     return -losses_N.view(labels_BT.shape)
 
 
@@ -74,9 +80,10 @@ class CompletionScorer(nn.Module):
         def replace_output(module: nn.Module, inputs: tuple, output: Tensor) -> Tensor:
             seen.append(output)
             # From -1000 to 1000: a cap at 30 would not change small logits.
-            ramp_V = torch.linspace(-1000.0, 1000.0, output.shape[-1], dtype=output.dtype, device=output.device)
-            seen.append(ramp_V.expand_as(output))
-            return seen[-1]
+            ramp_V = torch.linspace(-1000.0, 1000.0, output.shape[-1])
+            ramp_BSV = ramp_V.to(output).expand_as(output)
+            seen.append(ramp_BSV)
+            return ramp_BSV
 
         hook = head.register_forward_hook(replace_output)
         try:
@@ -85,9 +92,8 @@ class CompletionScorer(nn.Module):
             hook.remove()
         output_BSV, ramp_BSV = seen
         # They may be stored in bf16.
-        weight = head.weight.to(hidden_BSH.dtype)
-        bias = None if head.bias is None else head.bias.to(hidden_BSH.dtype)
-        expected_BSV = F.linear(hidden_BSH, weight, bias).float()
+        weight_VH, bias_V = _head_in(hidden_BSH.dtype, head.weight, head.bias)
+        expected_BSV = F.linear(hidden_BSH, weight_VH, bias_V).float()
         is_product = torch.allclose(expected_BSV, output_BSV.float(), rtol=1e-3, atol=1e-4)
         self.plain_head = is_product and torch.equal(logits_BSV.float(), ramp_BSV.float())
 
@@ -113,33 +119,52 @@ class CompletionScorer(nn.Module):
         Returns:
             ``(logprobs_BT, entropies_BT)`` in fp32, in nats, 0.0 outside of the mask; entropies are without gradient.
         """
-        B, S = sequence_ids_BS.shape
         # Token t of the completion of row b stands at prompt_lengths_B[b] + t, and the position before it predicts it.
-        offsets_T = torch.arange(completion_mask_BT.shape[1], device=sequence_ids_BS.device)
-        positions_BT = prompt_lengths_B[:, None] + offsets_T + S * torch.arange(B, device=offsets_T.device)[:, None]
+        B, S = sequence_ids_BS.shape
+        T = completion_mask_BT.shape[1]
+        device = sequence_ids_BS.device
+        starts_B = S * torch.arange(B, device=device) + prompt_lengths_B
+        positions_BT = starts_B[:, None] + torch.arange(T, device=device)
         positions_N = positions_BT[completion_mask_BT]
-        labels_N, before_N = sequence_ids_BS.flatten()[positions_N], positions_N - 1
+        before_N = positions_N - 1
+        labels_N = sequence_ids_BS.flatten()[positions_N]
         if allowed is not None:
             # The counts outside of the mask are 0, so the ids are those of the positions inside, in their order.
             allowed = AllowedTokens(allowed.ids_K, allowed.counts[completion_mask_BT])
+
+        backbone = self.model.base_model
         if self.packed and group_B is not None:
             lengths_B = completion_lengths(completion_mask_BT)
-            packed = pack(sequence_ids_BS, prompt_lengths_B.tolist(), lengths_B.tolist(), group_B.tolist())
-            hidden_MH = packed_hidden(self.model.base_model, packed)
-            is_scored_M = completion_mask_BT[completion_mask(completion_mask_BT, lengths_B)]
+            packed = pack(
+                sequence_ids_BS,
+                prompt_lengths_B.tolist(),
+                lengths_B.tolist(),
+                group_B.tolist(),
+            )
+            hidden_MH = packed_hidden(backbone, packed)
+            in_completion_BT = completion_mask(completion_mask_BT, lengths_B)
+            is_scored_M = completion_mask_BT[in_completion_BT]
             scored = self._score_hidden(hidden_MH, packed.before_M[is_scored_M], labels_N, allowed)
         elif self.plain_head:
-            hidden_BSH = self.model.base_model(input_ids=sequence_ids_BS, use_cache=False).last_hidden_state
+            hidden_BSH = backbone(input_ids=sequence_ids_BS, use_cache=False).last_hidden_state
             scored = self._score_hidden(hidden_BSH.flatten(0, 1), before_N, labels_N, allowed)
         else:
             logits_BSV = self.model(input_ids=sequence_ids_BS, use_cache=False).logits
-            logits_NV = keep_only_(logits_BSV.flatten(0, 1)[before_N], allowed, self.temperature)
+            logits_NV = logits_BSV.flatten(0, 1)[before_N]
+            logits_NV = keep_only_(logits_NV, allowed, self.temperature)
             scored = score_logits(logits_NV, labels_N, self.temperature)
-        zeros_BT = scored[0].new_zeros(completion_mask_BT.shape)
-        return tuple(zeros_BT.masked_scatter(completion_mask_BT, values_N) for values_N in scored)
+
+        logprobs_N, entropies_N = scored
+        zeros_BT = logprobs_N.new_zeros(B, T)
+        logprobs_BT = zeros_BT.masked_scatter(completion_mask_BT, logprobs_N)
+        return logprobs_BT, zeros_BT.masked_scatter(completion_mask_BT, entropies_N)
 
     def _score_hidden(
-        self, hidden_MH: Tensor, before_N: Tensor, labels_N: Tensor, allowed: AllowedTokens | None
+        self,
+        hidden_MH: Tensor,
+        before_N: Tensor,
+        labels_N: Tensor,
+        allowed: AllowedTokens | None,
     ) -> tuple[Tensor, Tensor]:
         """:func:`score_hidden` of the tokens ``before_N``, which predict the labels, among ``M``.
 
@@ -147,18 +172,16 @@ class CompletionScorer(nn.Module):
         """
         N = len(before_N)
         padding = (0, few_sizes(N) - N)
-        hidden_NH = hidden_MH[F.pad(before_N, padding)]
-        labels_N = F.pad(labels_N, padding)
         if allowed is not None:
             allowed = AllowedTokens(allowed.ids_K, F.pad(allowed.counts, padding))
-        scored = score_hidden(
+        logprobs_N, entropies_N = score_hidden(
             self.model.get_output_embeddings(),
-            hidden_NH,
-            labels_N,
+            hidden_MH[F.pad(before_N, padding)],
+            F.pad(labels_N, padding),
             allowed,
             self.temperature,
         )
-        return tuple(x_N[:N] for x_N in scored)
+        return logprobs_N[:N], entropies_N[:N]
 
 
 def score_hidden(
@@ -201,18 +224,23 @@ def keep_only_(logits_NV: Tensor, allowed: AllowedTokens | None, temperature: fl
     """
     if allowed is None or len(logits_NV) == 0:
         return logits_NV
-    left_out_NV = (allowed.counts > 0)[:, None].repeat(1, logits_NV.shape[1])
-    position_K = torch.arange(len(allowed.counts), device=logits_NV.device)
-    position_K = position_K.repeat_interleave(allowed.counts, output_size=len(allowed.ids_K))
-    left_out_NV[position_K, allowed.ids_K] = False
-    return logits_NV.masked_fill_(left_out_NV, logits_NV.detach().amin() - 30 * temperature)
+    N, V = logits_NV.shape
+    ids_K, counts_N = allowed
+    positions_N = torch.arange(N, device=logits_NV.device)
+    positions_K = positions_N.repeat_interleave(counts_N, output_size=len(ids_K))
+    has_ids_N1 = (counts_N > 0)[:, None]
+    left_out_NV = has_ids_N1.repeat(1, V)
+    left_out_NV[positions_K, ids_K] = False
+    low = logits_NV.detach().amin() - 30 * temperature
+    return logits_NV.masked_fill_(left_out_NV, low)
 
 
 def score_logits(logits_NV: Tensor, labels_N: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """Log-probability of each label and entropy of each distribution (a constant), ``[N]`` each, fp32, in nats."""
     logprobs_N = logprobs_from_logits(logits_NV, labels_N, temperature)
     with torch.no_grad():
-        probs_NV = F.softmax(logits_NV.detach().to(logprobs_N.dtype) / temperature, dim=-1)
+        scaled_NV = logits_NV.detach().to(logprobs_N.dtype) / temperature
+        probs_NV = F.softmax(scaled_NV, dim=-1)
         entropies_N = torch.special.entr(probs_NV).sum(dim=-1)
     return logprobs_N, entropies_N
 
@@ -235,7 +263,8 @@ class _ScoreLogits(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_N, _):
-        return _logits_gradient(*ctx.saved_tensors, grad_N, ctx.temperature), None, None
+        grad_NV = _logits_gradient(*ctx.saved_tensors, grad_N, ctx.temperature)
+        return grad_NV, None, None
 
 
 class _ScoreHiddenInChunks(torch.autograd.Function):
@@ -247,16 +276,20 @@ class _ScoreHiddenInChunks(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden_NH, weight_VH, bias_V, labels_N, temperature, n, dtype, allowed=None):
-        parts, labels = [], labels_N.split(n)
-        ctx.allowed = [None] * len(labels) if allowed is None else allowed.split(n)
+        ctx.temperature = temperature
+        ctx.n = n
+        ctx.dtype = dtype
+        ctx.allowed = None if allowed is None else allowed.split(n)
+
+        scored = []
         with torch.autocast(hidden_NH.device.type, enabled=False):
-            weight, bias = weight_VH.to(dtype), None if bias_V is None else bias_V.to(dtype)
-            for hidden_nH, labels_n, allowed_n in zip(hidden_NH.to(dtype).split(n), labels, ctx.allowed, strict=True):
-                logits_nV = keep_only_(F.linear(hidden_nH, weight, bias), allowed_n, temperature)
-                parts.append(_score(logits_nV, labels_n, temperature))
-        logprobs_N, entropies_N, normalizers_N = (torch.cat(part) for part in zip(*parts, strict=True))
+            head = _head_in(dtype, weight_VH, bias_V)
+            for start in range(0, len(hidden_NH), n):
+                _, logits_nV = _chunk_of_logits(ctx, start, hidden_NH, head)
+                labels_n = labels_N[start : start + n]
+                scored.append(_score(logits_nV, labels_n, temperature))
+        logprobs_N, entropies_N, normalizers_N = map(torch.cat, zip(*scored, strict=True))
         ctx.save_for_backward(hidden_NH, weight_VH, bias_V, labels_N, normalizers_N)
-        ctx.temperature, ctx.n, ctx.dtype = temperature, n, dtype
         ctx.mark_non_differentiable(entropies_N)
         return logprobs_N, entropies_N
 
@@ -268,14 +301,18 @@ class _ScoreHiddenInChunks(torch.autograd.Function):
         grad_weight_VH = torch.zeros_like(weight_VH) if ctx.needs_input_grad[1] else None
         grad_bias_V = None if bias_V is None else torch.zeros_like(bias_V)
         with torch.autocast(grad_N.device.type, enabled=False):
-            weight, bias = weight_VH.to(ctx.dtype), None if bias_V is None else bias_V.to(ctx.dtype)
-            for start, allowed_n in zip(range(0, len(hidden_NH), ctx.n), ctx.allowed, strict=True):
+            head = _head_in(ctx.dtype, weight_VH, bias_V)
+            for start in range(0, len(hidden_NH), ctx.n):
+                hidden_nH, logits_nV = _chunk_of_logits(ctx, start, hidden_NH, head)
                 chunk = slice(start, start + ctx.n)
-                hidden_nH = hidden_NH[chunk].to(ctx.dtype)
-                scored = (labels_N[chunk], normalizers_N[chunk], grad_N[chunk])
-                logits_nV = keep_only_(F.linear(hidden_nH, weight, bias), allowed_n, ctx.temperature)
-                grad_nV = _logits_gradient(logits_nV, *scored, ctx.temperature)
-                grad_hidden_NH[chunk] = grad_nV @ weight
+                grad_nV = _logits_gradient(
+                    logits_nV,
+                    labels_N[chunk],
+                    normalizers_N[chunk],
+                    grad_N[chunk],
+                    ctx.temperature,
+                )
+                grad_hidden_NH[chunk] = grad_nV @ head[0]
                 if grad_weight_VH is not None:
                     grad_weight_VH += grad_nV.T @ hidden_nH
                 if grad_bias_V is not None:
@@ -283,15 +320,33 @@ class _ScoreHiddenInChunks(torch.autograd.Function):
         return grad_hidden_NH, grad_weight_VH, grad_bias_V, None, None, None, None, None
 
 
+def _head_in(dtype: torch.dtype, weight_VH: Tensor, bias_V: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """The head's weight and bias in a dtype."""
+    if bias_V is not None:
+        bias_V = bias_V.to(dtype)
+    return weight_VH.to(dtype), bias_V
+
+
+def _chunk_of_logits(ctx, start: int, hidden_NH: Tensor, head: tuple) -> tuple[Tensor, Tensor]:
+    """Hidden states and logits of the ``n`` tokens from ``start`` on, in the precision of ``ctx``."""
+    hidden_nH = hidden_NH[start : start + ctx.n].to(ctx.dtype)
+    allowed_n = None if ctx.allowed is None else ctx.allowed[start // ctx.n]
+    logits_nV = F.linear(hidden_nH, *head)
+    return hidden_nH, keep_only_(logits_nV, allowed_n, ctx.temperature)
+
+
 @fast_paths.compiled(fast_paths.SCORES)
 def _score(logits_NV: Tensor, labels_N: Tensor, temperature: float) -> tuple[Tensor, ...]:
     """Log-probs, entropies and log-normalizers, ``[N]`` each, in fp32 or wider."""
     scaled_NV = _divide_by_temperature(logits_NV, temperature)
     normalizers_N = scaled_NV.logsumexp(dim=-1)
-    logprobs_N = scaled_NV.gather(1, labels_N[:, None])[:, 0] - normalizers_N
-    if scaled_NV is logits_NV:  # the backward pass reads these logits: only the probabilities are of this size, too
+    of_label_N1 = scaled_NV.gather(1, labels_N[:, None])
+    logprobs_N = of_label_N1[:, 0] - normalizers_N
+    if scaled_NV is logits_NV:
+        # The backward pass reads these logits: only the probabilities are of this size, too.
         probs_NV = (scaled_NV - normalizers_N[:, None]).exp_()
-        entropies_N = (normalizers_N - torch.linalg.vecdot(probs_NV, scaled_NV)).clamp(min=0)
+        mean_N = torch.linalg.vecdot(probs_NV, scaled_NV)
+        entropies_N = (normalizers_N - mean_N).clamp(min=0)
     else:
         # A low temperature makes the scaled logits large, and the difference above would be lost in rounding.
         all_logprobs_NV = scaled_NV.sub_(normalizers_N[:, None])
@@ -304,7 +359,8 @@ def _logits_gradient(logits_NV, labels_N, normalizers_N, grad_N, temperature: fl
     if fast_paths.is_on(fast_paths.SCORES):
         return _compiled_gradient(logits_NV, labels_N, normalizers_N, grad_N, temperature)
     grad_N = grad_N / temperature
-    grad_NV = (_divide_by_temperature(logits_NV, temperature) - normalizers_N[:, None]).exp_().mul_(-grad_N[:, None])
+    logprobs_NV = _divide_by_temperature(logits_NV, temperature) - normalizers_N[:, None]
+    grad_NV = logprobs_NV.exp_().mul_(-grad_N[:, None])
     grad_NV.scatter_add_(1, labels_N[:, None], grad_N[:, None])
     return grad_NV.to(logits_NV.dtype)
 
@@ -313,12 +369,17 @@ def _logits_gradient(logits_NV, labels_N, normalizers_N, grad_N, temperature: fl
 def _compiled_gradient(logits_NV, labels_N, normalizers_N, grad_N, temperature) -> Tensor:
     """:func:`_logits_gradient` in a form that compiles to one kernel: it reads and writes each logit once."""
     logprobs_NV = _divide_by_temperature(logits_NV, temperature) - normalizers_N[:, None]
-    is_label_NV = torch.arange(logits_NV.shape[1], device=logits_NV.device) == labels_N[:, None]
-    grad_NV = (is_label_NV.float() - logprobs_NV.exp()) * (grad_N / temperature)[:, None]
+    ids_V = torch.arange(logits_NV.shape[1], device=logits_NV.device)
+    is_label_NV = ids_V == labels_N[:, None]
+    grad_N = grad_N / temperature
+    grad_NV = (is_label_NV.float() - logprobs_NV.exp()) * grad_N[:, None]
     return grad_NV.to(logits_NV.dtype)
 
 
 def _divide_by_temperature(logits_NV: Tensor, temperature: float) -> Tensor:
     """Logits divided by the temperature, in fp32 or wider."""
-    logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
-    return logits_NV if temperature == 1.0 else logits_NV / temperature
+    dtype = torch.promote_types(logits_NV.dtype, torch.float32)
+    logits_NV = logits_NV.to(dtype)
+    if temperature == 1.0:
+        return logits_NV
+    return logits_NV / temperature

@@ -8,12 +8,20 @@ micro-batch's sum by that number.
 """
 
 from collections.abc import Callable
-from typing import get_args
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from grpo.algorithm.choices import Aggregation, ImportanceLevel, KLEstimator, Objective, SamplerCorrection, check_choice
+from grpo.algorithm.choices import (
+    Aggregation,
+    ImportanceLevel,
+    KLEstimator,
+    Objective,
+    SamplerCorrection,
+    check_choice,
+    check_returned,
+)
 
 Bounds = tuple[float, float]
 """Least and greatest value that is not clipped: of the importance ratio; ``dppo_tv``: of the change of probability."""
@@ -87,9 +95,15 @@ def policy_loss(
         ValueError: on an unknown name, other shapes (also of a user's loss), ``beta`` without a reference, ``constant``
             without ``max_length``.
     """
-    others = dict(old_logprobs=old_logprobs_BT, mask=mask_BT, ref_logprobs=ref_logprobs_BT)
-    others |= dict(policy_mask=policy_mask_BT, sampling_logprobs=sampling_logprobs_BT)
-    _check_shapes(logprobs_BT, advantages_B, others)
+    _check_shapes(
+        logprobs_BT,
+        advantages_B,
+        old_logprobs=old_logprobs_BT,
+        mask=mask_BT,
+        ref_logprobs=ref_logprobs_BT,
+        policy_mask=policy_mask_BT,
+        sampling_logprobs=sampling_logprobs_BT,
+    )
     _check_aggregation(aggregation, max_length)
     if not callable(objective):
         check_choice("objective", objective, Objective)
@@ -98,31 +112,54 @@ def policy_loss(
     check_choice("sampler_correction", sampler_correction, SamplerCorrection)
     if beta != 0 and ref_logprobs_BT is None:
         raise ValueError(f"beta={beta} needs ref_logprobs_BT")
+
     mask_BT = mask_BT.bool()
     A_B1 = advantages_B.detach().to(logprobs_BT.dtype)[:, None]
-    ratio_BT = importance_ratio(logprobs_BT, old_logprobs_BT, mask_BT, importance_level)
     logprobs_BT = _zero_outside(mask_BT, logprobs_BT)
     old_logprobs_BT = _zero_outside(mask_BT, old_logprobs_BT.detach())
+    ratio_BT = importance_ratio(logprobs_BT, old_logprobs_BT, mask_BT, importance_level)
 
-    epsilon_high = epsilon if epsilon_high is None else epsilon_high
-    moved_BT, bounds = ratio_BT.detach(), (1 - epsilon, 1 + epsilon_high)
+    # How far the policy has moved at each token since it sampled, and how far it may.
+    if epsilon_high is None:
+        epsilon_high = epsilon
     if objective == "dppo_tv":
-        moved_BT, bounds = logprobs_BT.detach().exp() - old_logprobs_BT.exp(), (-epsilon, epsilon_high)
+        moved_BT = logprobs_BT.detach().exp() - old_logprobs_BT.exp()
+        bounds = (-epsilon, epsilon_high)
+    else:
+        moved_BT = ratio_BT.detach()
+        bounds = (1 - epsilon, 1 + epsilon_high)
     is_low_BT, is_high_BT = clipped_tokens(objective, moved_BT, A_B1, bounds)
+    is_clipped_BT = is_low_BT | is_high_BT
+
+    # The policy term of each token, and its weights.
     if callable(objective):
-        # Of copies, which it may change; plus 0, so that there is a gradient also where it uses none of them.
-        loss_BT = objective(*(x.clone() for x in (logprobs_BT, ratio_BT, A_B1, mask_BT)), bounds)
-        if not isinstance(loss_BT, Tensor) or loss_BT.shape != mask_BT.shape:
-            got = tuple(loss_BT.shape) if isinstance(loss_BT, Tensor) else type(loss_BT).__name__
-            raise ValueError(f"the objective must return a loss of shape [B, T] = {tuple(mask_BT.shape)}, got {got}")
+        # Copies, because the function may change them.
+        loss_BT = objective(
+            logprobs_BT.clone(),
+            ratio_BT.clone(),
+            A_B1.clone(),
+            mask_BT.clone(),
+            bounds,
+        )
+        check_returned("the objective", loss_BT, mask_BT.shape)
+        # There must be a gradient, also of a loss that uses no log-prob.
         loss_BT = loss_BT + 0 * logprobs_BT
     else:
-        temperatures = sapo_temperature_pos, sapo_temperature_neg
-        loss_BT = surrogate_loss(objective, logprobs_BT, ratio_BT, A_B1, bounds, delta, temperatures)
+        loss_BT = surrogate_loss(
+            objective,
+            logprobs_BT,
+            ratio_BT,
+            A_B1,
+            bounds,
+            delta,
+            (sapo_temperature_pos, sapo_temperature_neg),
+        )
     if objective == "dppo_tv":
-        loss_BT = loss_BT.masked_fill(is_low_BT | is_high_BT, 0.0)
+        loss_BT = loss_BT.masked_fill(is_clipped_BT, 0.0)
     if policy_mask_BT is not None:
         loss_BT = loss_BT * policy_mask_BT
+
+    # Corrections for a sampler that is not quite the policy.
     sums = {}
     has_tokens_B1 = mask_BT.any(dim=1, keepdim=True)
     if sampler_correction != "none":
@@ -155,29 +192,38 @@ def policy_loss(
         "ratio": ratio_BT,
         "clip_ratio/low_mean": is_low_BT,
         "clip_ratio/high_mean": is_high_BT,
-        "clip_ratio/region_mean": is_low_BT | is_high_BT,
+        "clip_ratio/region_mean": is_clipped_BT,
     }
     if ref_logprobs_BT is not None:
-        kl_BT = kl_estimate(logprobs_BT, _zero_outside(mask_BT, ref_logprobs_BT.detach()), kl_estimator)
-        stats["kl"] = kl_BT = ratio_BT * kl_BT if unbiased_kl else kl_BT
+        ref_logprobs_BT = _zero_outside(mask_BT, ref_logprobs_BT.detach())
+        kl_BT = kl_estimate(logprobs_BT, ref_logprobs_BT, kl_estimator)
+        if unbiased_kl:
+            kl_BT = ratio_BT * kl_BT
+        stats["kl"] = kl_BT
         if beta != 0:
             loss_BT = loss_BT + beta * kl_BT
+
+    # A mean over the tokens of a response weighs long and short ones alike; a sum weighs each token alike.
     loss_BT = _zero_outside(mask_BT, loss_BT)
     if aggregation == "response_mean":
-        loss_sum = (loss_BT.sum(dim=1) / mask_BT.sum(dim=1).clamp(min=1)).sum()
+        lengths_B = mask_BT.sum(dim=1).clamp(min=1)
+        loss_sum = (loss_BT.sum(dim=1) / lengths_B).sum()
     else:
         loss_sum = loss_BT.sum()
 
     with torch.no_grad():
         count = mask_BT.sum().to(torch.float32)
         for name, x_BT in stats.items():
-            total = _zero_outside(mask_BT, x_BT.to(torch.float32)).sum()
-            sums[name] = (total, count)
+            counted_BT = _zero_outside(mask_BT, x_BT.to(torch.float32))
+            sums[name] = (counted_BT.sum(), count)
     return loss_sum, sums
 
 
 def loss_denominator(
-    mask_BT: Tensor, *, aggregation: Aggregation = "response_mean", max_length: float | None = None
+    mask_BT: Tensor,
+    *,
+    aggregation: Aggregation = "response_mean",
+    max_length: float | None = None,
 ) -> Tensor:
     """The divisor of :func:`policy_loss`'s sum, for these rows; the caller adds it up over micro-batches and ranks.
 
@@ -191,7 +237,7 @@ def loss_denominator(
     elif aggregation == "token_mean":
         count = mask_BT.sum()
     else:
-        count = torch.tensor(mask_BT.shape[0] * max_length, device=mask_BT.device)
+        count = torch.tensor(len(mask_BT) * max_length, device=mask_BT.device)
     return count.to(torch.float32)
 
 
@@ -204,15 +250,11 @@ def importance_ratio(
     """``[B, T]`` probability of each token under the policy that is trained, over that under the policy that sampled.
 
     ``token``: ``exp(logprob - old_logprob)``. ``sequence``: the geometric mean of these over the response, the same at
-    each of its tokens (GSPO, eq. 7); its gradient reaches them all. Outside of the mask it is 1.
+    each of its tokens (GSPO, eq. 7); its gradient reaches them all. Outside of the mask log-probs must be 0, and it is 1.
     """
-    mask_BT = mask_BT.bool()
-    logprobs_BT = _zero_outside(mask_BT, logprobs_BT)
-    old_logprobs_BT = _zero_outside(mask_BT, old_logprobs_BT.detach())
     log_ratio_BT = logprobs_BT - old_logprobs_BT
     if importance_level == "sequence":
-        lengths_B1 = mask_BT.sum(dim=1, keepdim=True).clamp(min=1)
-        mean_B1 = log_ratio_BT.sum(dim=1, keepdim=True) / lengths_B1
+        mean_B1 = _mean_of_tokens(log_ratio_BT, mask_BT)
         log_ratio_BT = _zero_outside(mask_BT, mean_B1)
     # exp() overflows fp32 at 88. An infinite ratio times 0 (a clipped branch, advantage 0) would be a NaN gradient.
     return log_ratio_BT.clamp(max=80.0).exp()
@@ -239,18 +281,25 @@ def surrogate_loss(
     """
     if objective == "clip":
         bounded_BT = ratio_BT if delta is None else ratio_BT.clamp(max=delta)
-        return -torch.minimum(bounded_BT * A_B1, ratio_BT.clamp(*bounds) * A_B1)
+        clipped_BT = ratio_BT.clamp(*bounds)
+        return -torch.minimum(bounded_BT * A_B1, clipped_BT * A_B1)
     if objective == "sapo":
-        t_B1 = torch.where(A_B1 > 0, *(A_B1.new_tensor(t) for t in sapo_temperatures))
-        return -torch.sigmoid(t_B1 * (ratio_BT - 1)) * 4 / t_B1 * A_B1
+        positive, other = sapo_temperatures
+        t_B1 = torch.where(A_B1 > 0, A_B1.new_tensor(positive), A_B1.new_tensor(other))
+        gate_BT = torch.sigmoid(t_B1 * (ratio_BT - 1))
+        return -gate_BT * 4 / t_B1 * A_B1
     if objective == "reinforce":
         return -A_B1 * logprobs_BT
     most = bounds[1] if objective == "cispo" else MOST_DPPO_RATIO
-    return -ratio_BT.detach().clamp(max=most) * A_B1 * logprobs_BT
+    weight_BT = ratio_BT.detach().clamp(max=most)
+    return -weight_BT * A_B1 * logprobs_BT
 
 
 def clipped_tokens(
-    objective: Objective | OwnObjective, moved_BT: Tensor, A_B1: Tensor, bounds: Bounds
+    objective: Objective | OwnObjective,
+    moved_BT: Tensor,
+    A_B1: Tensor,
+    bounds: Bounds,
 ) -> tuple[Tensor, Tensor]:
     """Two boolean ``[B, T]``: tokens clipped at the lower bound, and tokens clipped at the upper bound.
 
@@ -260,13 +309,21 @@ def clipped_tokens(
     ``moved_BT`` is the importance ratio; in ``dppo_tv`` the token's probability less its probability when sampled.
     """
     lowest, highest = bounds
+    is_low_BT = moved_BT < lowest
+    is_high_BT = moved_BT > highest
     if objective in ("clip", "dppo_tv") or callable(objective):
-        return (moved_BT < lowest) & (A_B1 < 0), (moved_BT > highest) & (A_B1 > 0)
-    nowhere_BT = torch.zeros_like(moved_BT, dtype=torch.bool)
-    return nowhere_BT, (moved_BT > highest) & (A_B1 != 0) if objective == "cispo" else nowhere_BT
+        return is_low_BT & (A_B1 < 0), is_high_BT & (A_B1 > 0)
+    nowhere_BT = torch.zeros_like(is_low_BT)
+    if objective == "cispo":
+        return nowhere_BT, is_high_BT & (A_B1 != 0)
+    return nowhere_BT, nowhere_BT
 
 
-def kl_estimate(logprobs_BT: Tensor, ref_logprobs_BT: Tensor, kl_estimator: KLEstimator) -> Tensor:
+def kl_estimate(
+    logprobs_BT: Tensor,
+    ref_logprobs_BT: Tensor,
+    kl_estimator: KLEstimator,
+) -> Tensor:
     """``[B, T]`` estimate of the KL from policy to reference, in nats (Schulman, "Approximating KL Divergence", 2020).
 
     With ``d = ref_logprob - logprob``: ``k1`` is ``-d``, ``k2`` is ``d**2 / 2``, ``k3`` is ``exp(d) - d - 1``.
@@ -274,7 +331,9 @@ def kl_estimate(logprobs_BT: Tensor, ref_logprobs_BT: Tensor, kl_estimator: KLEs
     d_BT = ref_logprobs_BT - logprobs_BT
     if kl_estimator == "k3":
         return d_BT.exp() - d_BT - 1
-    return d_BT**2 / 2 if kl_estimator == "k2" else -d_BT
+    if kl_estimator == "k2":
+        return d_BT**2 / 2
+    return -d_BT
 
 
 def sampler_weights(
@@ -293,42 +352,56 @@ def sampler_weights(
     sampling, TIS), and 0 with ``..._mask`` (masked importance sampling, MIS). ``geometric_mask``: ``[B, 1]``, 1 if the
     geometric mean over the completion's tokens is within the bounds, else 0. Outside of the mask it means nothing.
     """
-    log_ratio = torch.where(mask_BT, old_logprobs_BT.detach() - sampling_logprobs_BT.detach(), 0.0)
-    if not correction.startswith("token"):
-        log_ratio = log_ratio.sum(dim=1, keepdim=True)
+    log_ratio = _zero_outside(mask_BT, old_logprobs_BT.detach() - sampling_logprobs_BT.detach())
     if correction == "geometric_mask":
-        log_ratio = log_ratio / mask_BT.sum(dim=1, keepdim=True).clamp(min=1)
+        log_ratio = _mean_of_tokens(log_ratio, mask_BT)
+    elif correction.startswith("sequence"):
+        log_ratio = log_ratio.sum(dim=1, keepdim=True)
     ratio = log_ratio.clamp(max=80.0).exp()  # exp() overflows fp32 at 88
-    bounded = ratio.clamp(-torch.inf if lowest is None else lowest, highest)
+    lowest = 0.0 if lowest is None else lowest
+    bounded = ratio.clamp(lowest, highest)
     is_cut = ratio != bounded
     if correction == "geometric_mask":
-        return (~is_cut).to(ratio.dtype), is_cut
-    return ratio.masked_fill(is_cut, 0.0) if correction.endswith("mask") else bounded, is_cut
+        weights = (~is_cut).to(ratio.dtype)
+    elif correction.endswith("mask"):
+        weights = ratio.masked_fill(is_cut, 0.0)
+    else:
+        weights = bounded
+    return weights, is_cut
 
 
 def off_policy_mask(
-    logprobs_BT: Tensor, sampling_logprobs_BT: Tensor, A_B1: Tensor, mask_BT: Tensor, threshold: float
+    logprobs_BT: Tensor,
+    sampling_logprobs_BT: Tensor,
+    A_B1: Tensor,
+    mask_BT: Tensor,
+    threshold: float,
 ) -> Tensor:
     """``[B, 1]`` False at completions that off-policy sequence masking (DeepSeek-V3.2) leaves out.
 
     They have a negative advantage, and the policy has moved away from the sampler by more than ``threshold`` nats: the
     mean over their tokens of the sampler's log-prob less the policy's.
     """
-    difference_BT = torch.where(mask_BT, sampling_logprobs_BT.detach() - logprobs_BT.detach(), 0.0)
-    kl_B1 = difference_BT.sum(dim=1, keepdim=True) / mask_BT.sum(dim=1, keepdim=True).clamp(min=1)
+    difference_BT = _zero_outside(mask_BT, sampling_logprobs_BT.detach() - logprobs_BT.detach())
+    kl_B1 = _mean_of_tokens(difference_BT, mask_BT)
     return (A_B1 >= 0) | (kl_B1 <= threshold)
 
 
 def entropy_threshold(entropies_N: Tensor, share: float) -> Tensor:
     """The entropy at or above which lies a ``share`` of the tokens; infinite if there are no tokens.
 
-    As ``torch.quantile(entropies_N, 1 - share)``, which takes at most 16 million values.
+    By numpy, because ``torch.quantile`` takes at most 16 million values.
     """
-    if not len(entropies_N):
+    if len(entropies_N) == 0:
         return torch.tensor(torch.inf)
-    sorted_N, rank = entropies_N.double().sort().values, (1 - share) * (len(entropies_N) - 1)
-    below = int(rank)
-    return torch.lerp(sorted_N[below], sorted_N[min(below + 1, len(sorted_N) - 1)], rank - below)
+    values = entropies_N.double().cpu().numpy()
+    return torch.tensor(np.quantile(values, 1 - share))
+
+
+def _mean_of_tokens(values_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    """``[B, 1]`` mean over the tokens of the mask; the values outside of it must be 0."""
+    lengths_B1 = mask_BT.sum(dim=1, keepdim=True)
+    return values_BT.sum(dim=1, keepdim=True) / lengths_B1.clamp(min=1)
 
 
 def _zero_outside(mask_BT: Tensor, values_BT: Tensor) -> Tensor:
@@ -336,18 +409,16 @@ def _zero_outside(mask_BT: Tensor, values_BT: Tensor) -> Tensor:
     return torch.where(mask_BT, values_BT, 0.0)
 
 
-def _check_shapes(logprobs_BT: Tensor, advantages_B: Tensor, others: dict[str, Tensor | None]) -> None:
-    shape = logprobs_BT.shape
-    wrong = [f"{name} {tuple(x.shape)}" for name, x in others.items() if x is not None and x.shape != shape]
-    if wrong or len(shape) != 2 or advantages_B.shape != shape[:1]:
-        raise ValueError(
-            f"expected tensors [B, T] of one shape, and one advantage per row, got logprobs {tuple(shape)}, "
-            f"advantages {tuple(advantages_B.shape)} {' '.join(wrong)}"
-        )
+def _check_shapes(logprobs_BT: Tensor, advantages_B: Tensor, **others: Tensor | None) -> None:
+    B, T = logprobs_BT.shape
+    if advantages_B.shape != (B,):
+        raise ValueError(f"expected one advantage per row, got {tuple(advantages_B.shape)} for {B} rows")
+    for name, tensor in others.items():
+        if tensor is not None and tensor.shape != (B, T):
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, and logprobs [B, T] = {(B, T)}")
 
 
 def _check_aggregation(aggregation: Aggregation, max_length: float | None) -> None:
-    if aggregation not in get_args(Aggregation):
-        raise ValueError(f"aggregation={aggregation!r}: use response_mean, token_mean or constant")
+    check_choice("aggregation", aggregation, Aggregation)
     if aggregation == "constant" and not max_length:
         raise ValueError("aggregation='constant' divides by responses x max_length: give max_length in tokens")

@@ -20,10 +20,16 @@ def derive_seed(seed: int, purpose: str, *coordinates: int) -> int:
         if isinstance(value, bool) or not isinstance(value, int):
             raise ValueError(f"derive_seed takes integers, got {value!r} for purpose {purpose!r}")
     # repr() quotes the purpose, so that no purpose can look like a purpose followed by coordinates.
-    text = ",".join([str(seed), repr(purpose), *map(str, coordinates)])
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+    parts = [str(seed), repr(purpose)]
+    for coordinate in coordinates:
+        parts.append(str(coordinate))
+    text = ",".join(parts)
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    # 63 of its 64 bits: torch's seeds are signed.
+    return int.from_bytes(digest, "big") >> 1
 
 
 def generator(seed: int, purpose: str, *coordinates: int) -> torch.Generator:
     """A generator seeded by :func:`derive_seed`; on the CPU: other devices draw other numbers from the same seed."""
-    return torch.Generator().manual_seed(derive_seed(seed, purpose, *coordinates))
+    derived = derive_seed(seed, purpose, *coordinates)
+    return torch.Generator().manual_seed(derived)
