@@ -3,6 +3,8 @@
 Everything works the same under torchrun on GPUs (NCCL), under torchrun on the CPU (gloo), and in a single process.
 """
 
+# ruff: noqa: F401, names for other rooms
+
 from grpo.distributed.launch import available_cores, launch_environment, set_cpu_threads, start_world
 from grpo.distributed.parallel import (
     abandon_pass,
@@ -24,8 +26,3 @@ from grpo.distributed.tensors import (
     whole_trained_weights,
 )
 from grpo.distributed.world import Interrupted, OtherRankFailed, World
-
-__all__ = ["Interrupted", "OtherRankFailed", "World", "abandon_pass", "available_cores", "compute_inside", "gathered"]
-__all__ += ["give_back", "gradient_sync", "is_sharded", "launch_environment", "load_tensors"]
-__all__ += ["optimizer_tensors", "save_tensors", "saved_names", "set_cpu_threads", "shard", "share", "start_world"]
-__all__ += ["whole", "whole_trained_weights", "wrap_data_parallel"]

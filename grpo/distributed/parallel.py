@@ -31,7 +31,11 @@ from torch.nn.parallel import DistributedDataParallel
 from grpo.distributed.world import World
 
 
-def wrap_data_parallel(module: nn.Module, world: World, any_forward: Callable[[nn.Module], torch.Tensor]) -> nn.Module:
+def wrap_data_parallel(
+    module: nn.Module,
+    world: World,
+    any_forward: Callable[[nn.Module], torch.Tensor],
+) -> nn.Module:
     """Wrap ``module`` in DDP and fix the order of its gradient buckets. FSDP and a rank that is alone need no wrapper.
 
     DDP rebuilds its buckets after the first backward, in the order in which gradients arrived. Another order of buckets
@@ -44,10 +48,12 @@ def wrap_data_parallel(module: nn.Module, world: World, any_forward: Callable[[n
     # The argument that keeps a forward pass from sending buffers has another name from torch 2.13 on.
     known = inspect.signature(DistributedDataParallel).parameters
     sync_buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
-    options = {"gradient_as_bucket_view": True, sync_buffers: False}
-    if world.device.type == "cuda":
-        options["device_ids"] = [world.device.index]
-    wrapped = DistributedDataParallel(module, **options)
+    wrapped = DistributedDataParallel(
+        module,
+        device_ids=[world.device] if world.device.type == "cuda" else None,
+        gradient_as_bucket_view=True,
+        **{sync_buffers: False},
+    )
     for _ in range(2):
         (any_forward(wrapped) * 0.0).backward()
     wrapped.zero_grad(set_to_none=False)  # the gradients stay views of the buckets
@@ -82,21 +88,32 @@ def shard(
         shard_size: so many neighbouring ranks share one copy, which the others replicate (HSDP); None: all ranks.
         to_host: weights, gradients and Adam's averages lie in host memory; a layer goes to the GPU when it computes.
     """
-    shape, names = (world.size,), ("shard",)
-    if shard_size is not None and shard_size < world.size:
-        shape, names = (world.size // shard_size, shard_size), ("replicate", "shard")
-    policy = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if to_host else OffloadPolicy()
-    options = dict(mesh=init_device_mesh(world.device.type, shape, mesh_dim_names=names), offload_policy=policy)
+    kind = world.device.type
+    if shard_size is None or shard_size >= world.size:
+        mesh = init_device_mesh(kind, (world.size,))
+    else:
+        mesh = init_device_mesh(
+            kind,
+            (world.size // shard_size, shard_size),
+            mesh_dim_names=("replicate", "shard"),
+        )
+    policy = OffloadPolicy()
+    if to_host:
+        policy = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
     for layer in layers:
-        fully_shard(layer, reshard_after_forward=True, **options)
+        fully_shard(layer, mesh=mesh, reshard_after_forward=True, offload_policy=policy)
     root.compute_inside = lambda compute: compute()
-    fully_shard(root, reshard_after_forward=False, **options)
+    fully_shard(root, mesh=mesh, reshard_after_forward=False, offload_policy=policy)
     register_fsdp_forward_method(root, "compute_inside")
-    buffers = {module: dict(module._buffers) for module in root.modules()}
+
+    # Buffers are not sharded, and keep their values.
+    buffers = list(root.named_buffers(remove_duplicate=False))
     root.to_empty(device="cpu" if to_host else world.device)
-    for module, own in buffers.items():
-        module._buffers.update({name: None if b is None else b.to(world.device) for name, b in own.items()})
-    set_model_state_dict(root, weights, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+    for name, buffer in buffers:
+        owner, _, own_name = name.rpartition(".")
+        root.get_submodule(owner)._buffers[own_name] = buffer.to(world.device)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(root, weights, options=options)
 
 
 def is_sharded(module: nn.Module) -> bool:

@@ -17,7 +17,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+)
 
 from grpo.distributed.parallel import is_sharded
 
@@ -31,26 +35,36 @@ def whole_trained_weights(
     Of a sharded model, which has no such frozen parameters, it is in rank 0's host memory. Then all ranks call it
     together, and it is empty on the others. A tied weight stays one tensor under several names.
     """
+    named = list(model.named_parameters(remove_duplicate=False))
     if not any(map(is_sharded, model.modules())):
         kept = set(unreached)
-        frozen = set()
-        for name, parameter in model.named_parameters(remove_duplicate=False):
+        weights = model.state_dict()
+        for name, parameter in named:
             if not parameter.requires_grad and parameter not in kept:
-                frozen.add(name)
-        return {name: tensor for name, tensor in model.state_dict().items() if name not in frozen}
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
-    found = get_model_state_dict(model, options=options)
-    first: dict[nn.Parameter, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if name in found:
-            found[name] = found[first.setdefault(parameter, name)]
-    return found
+                del weights[name]
+        return weights
+    options = StateDictOptions(
+        full_state_dict=True,
+        cpu_offload=True,
+        ignore_frozen_params=True,
+    )
+    weights = get_model_state_dict(model, options=options)
+    first_names = {}
+    for name, parameter in named:
+        if name in weights:
+            first_name = first_names.setdefault(parameter, name)
+            weights[name] = weights[first_name]
+    return weights
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """The optimizer's live tensors by ``<parameter>/<state>``; they are made if there are none yet."""
     state = get_optimizer_state_dict(model, optimizer)["state"]
-    return {f"{name}/{key}": value for name, values in state.items() for key, value in values.items()}
+    tensors = {}
+    for name, values in state.items():
+        for key, value in values.items():
+            tensors[f"{name}/{key}"] = value
+    return tensors
 
 
 def save_tensors(tensors: dict[str, torch.Tensor], folder: Path, *, is_alone: bool) -> None:
@@ -64,7 +78,8 @@ def save_tensors(tensors: dict[str, torch.Tensor], folder: Path, *, is_alone: bo
 
 def saved_names(folder: Path) -> set[str]:
     """The names under which :func:`save_tensors` has written tensors."""
-    return set(_Reader(folder).read_metadata().state_dict_metadata)
+    metadata = _Reader(folder).read_metadata()
+    return set(metadata.state_dict_metadata)
 
 
 def load_tensors(tensors: dict[str, torch.Tensor], folder: Path) -> None:
@@ -103,6 +118,7 @@ class _Reader(dcp.FileSystemReader):
     """Reads tensors and runs no code: PyTorch's own reader unpickles whatever the description holds."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
-        with open(self._get_metadata_path(kwargs.get("rank")), "rb") as file:
+        path = self._get_metadata_path(kwargs.get("rank"))
+        with open(path, "rb") as file:
             _MetadataUnpickler(file).load()
         return super().read_metadata(*args, **kwargs)

@@ -80,9 +80,11 @@ class World:
         """``[n, ...]`` on each rank to ``[n * size, ...]`` on all; rank r holds the global rows r, r + size, ... ."""
         if self.is_alone:
             return rows
-        parts = [torch.empty_like(rows, device=self.device) for _ in range(self.size)]
-        dist.all_gather(parts, rows.to(self.device).contiguous())
-        return torch.stack(parts, dim=1).flatten(0, 1).to(rows.device)
+        own = rows.to(self.device).contiguous()
+        parts = [torch.empty_like(own) for _ in range(self.size)]
+        dist.all_gather(parts, own)
+        in_turn = torch.stack(parts, dim=1)
+        return in_turn.flatten(0, 1).to(rows.device)
 
     def own_rows(self, rows: Tensor) -> Tensor:
         """This rank's share of global rows; the inverse of :meth:`gather_rows`."""
@@ -117,13 +119,16 @@ class World:
             error = caught
         if self.all_true(error is None):
             return
-        told = None if error is None else (isinstance(error, Interrupted), f"{type(error).__name__}: {error}")
-        failures = {rank: failure for rank, failure in enumerate(self.gather_objects(told)) if failure is not None}
-        if any(is_interrupted for is_interrupted, _ in failures.values()):
+        told = None
+        if error is not None:
+            told = (self.rank, isinstance(error, Interrupted), f"{type(error).__name__}: {error}")
+        failures = [failure for failure in self.gather_objects(told) if failure is not None]
+        if any(is_interrupted for _, is_interrupted, _ in failures):
             raise Interrupted
-        if (first := min(failures)) == self.rank:
+        first, _, message = failures[0]
+        if first == self.rank:
             raise error
-        raise OtherRankFailed(f"rank {first}: {failures[first][1]}")
+        raise OtherRankFailed(f"rank {first}: {message}")
 
     @contextlib.contextmanager
     def interruptible(self) -> Iterator[None]:
@@ -139,23 +144,21 @@ class World:
     @contextlib.contextmanager
     def main_first(self) -> Iterator[None]:
         """Run the block on the main rank, then on the others, which find its result on disk. All fail together."""
-        if not self.is_main:
-            with self.fail_together():  # waits for the main rank's block
-                pass
-        with self.fail_together():
-            yield
-        if self.is_main:
-            with self.fail_together():  # waits for the other ranks' blocks
-                pass
+        for is_turn_of_main in (True, False):
+            with self.fail_together():  # the other ranks wait here
+                if self.is_main == is_turn_of_main:
+                    yield
 
     def check_same(self, values: dict[str, Any]) -> None:
         """ValueError on all ranks that names the first key, if a value is not the same on all ranks."""
         main, *others = self.gather_objects(values)
         for rank, other in enumerate(others, start=1):
-            if differing := [name for name in main | other if main.get(name) != other.get(name)]:
-                name = differing[0]
-                both = f"{main.get(name)!r} on rank 0 and {other.get(name)!r} on rank {rank}"
-                raise ValueError(f"{name} is {both}: all ranks need the same")
+            for name in main | other:
+                value = main.get(name)
+                if other.get(name) != value:
+                    raise ValueError(
+                        f"{name} is {value!r} on rank 0 and {other.get(name)!r} on rank {rank}: all ranks need the same"
+                    )
 
     def shutdown(self) -> None:
         """Leave the process group after a run that ended well."""

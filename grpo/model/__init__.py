@@ -1,5 +1,7 @@
 """The policy, how it is loaded and saved, its LoRA adapter, and the frozen reference."""
 
+# ruff: noqa: F401, names for other rooms
+
 from grpo.model.loading import (
     REFERENCE,
     check_base,
@@ -27,11 +29,3 @@ from grpo.model.policy import (
     sync_reference,
     turn_dropout_off,
 )
-
-__all__ = (
-    "REFERENCE", "HalfLinear", "Policy", "adapted_base", "base_of", "check_base", "check_context",
-    "check_reference", "decoder_layers", "digest", "effective_weight", "end_tokens", "freeze_unreached",
-    "in_training_mode", "is_adapter", "load_policy", "load_tokenizer", "make_reference", "model_digests",
-    "num_parameters", "resolve_model", "save_weights", "store_frozen_in_bf16", "sync_reference",
-    "turn_dropout_off", "write_merged",
-)  # fmt: skip

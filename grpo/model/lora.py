@@ -6,10 +6,7 @@ linear layer computes ``base(x) + scale * B(A(x))``; ``A`` is ``[rank, in]`` and
 
 from __future__ import annotations
 
-import contextlib
-import os
-import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,7 +20,8 @@ from grpo.distributed import give_back
 from grpo.model.policy import Policy, check_finite, reading
 from grpo.system import import_extra
 
-TRAINED, REFERENCE_ADAPTER = "default", "reference"
+TRAINED = "default"
+REFERENCE_ADAPTER = "reference"
 """Names of adapters inside of peft's layers: the one that is trained, and a frozen one that the KL is measured from."""
 PLAIN = {
     "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode", "r",
@@ -35,7 +33,7 @@ PLAIN = {
 
 def is_adapter(path: str | Path) -> bool:
     """True for a folder that holds an adapter, as peft writes it."""
-    return os.path.isfile(os.path.join(path, "adapter_config.json"))
+    return Path(path, "adapter_config.json").is_file()
 
 
 def load_peft() -> ModuleType:
@@ -52,27 +50,47 @@ def read_adapter_config(folder: str | Path) -> Any:
 
 def base_of(path: str) -> str:
     """The model that an adapter folder names as its own; any other path as it is."""
-    return read_adapter_config(path).base_model_name_or_path if is_adapter(path) else path
+    if not is_adapter(path):
+        return path
+    return read_adapter_config(path).base_model_name_or_path
 
 
-def add_adapter(policy: Policy, settings: Mapping[str, Any], *, base: str, seed: int = 0) -> None:
+def add_adapter(
+    policy: Policy,
+    settings: Mapping[str, Any],
+    *,
+    base: str,
+    seed: int = 0,
+) -> None:
     """Put a new adapter into the policy's model as ``policy.adapter``, and freeze everything else.
 
     ``settings`` are of peft's ``LoraConfig``, ``base`` is the model for ``adapter_config.json``. No global random
     number is drawn. ValueError if ``target_modules`` names layers that are missing or not linear.
     """
     targets = settings["target_modules"]
-    if targets == "all-linear" and any(p.dim() == 3 for p in policy.model.parameters()):
-        targets = ["q_proj", "k_proj", "v_proj", "o_proj"]  # peft would adapt the experts and routers of a mixture too
-    config = load_peft().LoraConfig(task_type="CAUSAL_LM", **{**settings, "target_modules": targets})
+    has_experts = any(p.dim() == 3 for p in policy.model.parameters())
+    if targets == "all-linear" and has_experts:
+        # peft would adapt the experts and routers of a mixture too.
+        targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    config = load_peft().LoraConfig(task_type="CAUSAL_LM", **settings)
+    config.target_modules = targets
     _inject(policy, config, base, seed)
-    adapted = policy.adapter.base_model.targeted_module_names
-    names = [] if isinstance(targets, str) else targets
-    if absent := [t for t in names if not any(f".{n}".endswith(f".{t}") for n in adapted)]:  # peft notices if all are
-        raise ValueError(f"lora.target_modules={targets}: no layer has the name {absent[0]}")
+
+    # peft notices a wrong name only if all are wrong.
+    if isinstance(targets, list):
+        adapted = policy.adapter.base_model.targeted_module_names
+        for target in targets:
+            if not any(f".{name}".endswith(f".{target}") for name in adapted):
+                raise ValueError(f"lora.target_modules={targets}: no layer has the name {target}")
 
 
-def read_adapter(policy: Policy, folder: str, *, base: str, dropout: float = 0.0) -> None:
+def read_adapter(
+    policy: Policy,
+    folder: str,
+    *,
+    base: str,
+    dropout: float = 0.0,
+) -> None:
     """Load the adapter of a folder into the policy's model as ``policy.adapter``, with another dropout.
 
     ValueError unless its layers compute ``W + scale * B @ A`` with the model's own ``W``, as the sampler and the
@@ -80,10 +98,12 @@ def read_adapter(policy: Policy, folder: str, *, base: str, dropout: float = 0.0
     """
     config = read_adapter_config(folder)
     plain = load_peft().LoraConfig()
-    changed = {name: value for name, value in vars(config).items() if value and value != getattr(plain, name, None)}
-    if more := [n for n in changed if n not in PLAIN and changed[n] != "gaussian"]:
-        raise ValueError(f"{folder} is not plain LoRA ({more[0]}): python -m grpo.merge makes a whole model of it")
-    config.lora_dropout, config.inference_mode = dropout, False
+    for name, value in vars(config).items():
+        is_default = not value or value == getattr(plain, name, None)
+        if not is_default and name not in PLAIN and value != "gaussian":
+            raise ValueError(f"{folder} is not plain LoRA ({name}): merge it into its model with peft")
+    config.lora_dropout = dropout
+    config.inference_mode = False
     _inject(policy, config, base, seed=0)
     read_values(policy, folder)
 
@@ -91,42 +111,53 @@ def read_adapter(policy: Policy, folder: str, *, base: str, dropout: float = 0.0
 def read_values(policy: Policy, folder: str | Path) -> None:
     """Give the trained adapter the values of a folder; ValueError if they do not fit."""
     with reading(f"{folder} cannot be loaded"):
-        found = policy.adapter.load_adapter(str(folder), TRAINED, is_trainable=True, torch_device=str(policy.device))
-    if wrong := [*found.missing_keys, *found.unexpected_keys]:
+        report = policy.adapter.load_adapter(
+            str(folder),
+            TRAINED,
+            is_trainable=True,
+            torch_device=str(policy.device),
+        )
+    if wrong := report.missing_keys + report.unexpected_keys:
         raise ValueError(f"{folder} does not fit the model: {wrong[0]} is on one side only")
     check_finite(policy.model, folder)
 
 
 def _inject(policy: Policy, config: Any, base: str, seed: int) -> None:
     """Let peft put its layers in; ValueError if it adapts anything but linear layers before the head."""
-    peft, model = load_peft(), policy.model
-    model.disable_input_require_grads()  # peft asks for them anew, and both are needless for checkpointing as done here
-    quiet = warnings.catch_warnings(action="ignore", category=FutureWarning)  # of transformers, about peft's calls
-    with torch.random.fork_rng(devices=[]), quiet, reading(f"lora.target_modules={config.target_modules}"):
+    peft = load_peft()
+    model = policy.model
+    # peft asks for them anew, and both are needless for checkpointing as done here.
+    model.disable_input_require_grads()
+    with torch.random.fork_rng(devices=[]), reading(f"lora.target_modules={config.target_modules}"):
         torch.default_generator.manual_seed(seed)
         policy.adapter = peft.get_peft_model(model, config)
-    config.base_model_name_or_path = base
-    if isinstance(config.target_modules, set):  # whose order differs from process to process
-        config.target_modules = sorted(config.target_modules)
     model.disable_input_require_grads()
+    config.base_model_name_or_path = base
+    if isinstance(config.target_modules, set):
+        # The order of a set differs from process to process.
+        config.target_modules = sorted(config.target_modules)
+
     for name, layer in model.named_modules():
-        if isinstance(layer, peft.tuners.tuners_utils.BaseTunerLayer):
-            # The input stays in bf16 under autocast: peft would cast it to fp32, and autocast would cast it back.
-            layer.cast_input_dtype_enabled = False
-            if layer is model.get_output_embeddings() or not isinstance(layer.get_base_layer(), nn.Linear | Conv1D):
-                linear = "name linear layers before the head, of a mixture of experts those of attention"
-                raise ValueError(f"lora.target_modules would adapt {name}: {linear}")
+        if not isinstance(layer, peft.tuners.tuners_utils.BaseTunerLayer):
+            continue
+        # The input stays in bf16 under autocast: peft would cast it to fp32, and autocast would cast it back.
+        layer.cast_input_dtype_enabled = False
+        is_linear = isinstance(layer.get_base_layer(), nn.Linear | Conv1D)
+        if layer is model.get_output_embeddings() or not is_linear:
+            raise ValueError(
+                f"lora.target_modules would adapt {name}: name linear layers before the head, "
+                "of a mixture of experts those of attention"
+            )
 
 
 def adapter_parameters(model: nn.Module, name: str = TRAINED) -> dict[str, nn.Parameter]:
     """The matrices of one adapter by their names in the model."""
-    return {
-        n: p for n, p in model.named_parameters() if n.endswith((f".lora_A.{name}.weight", f".lora_B.{name}.weight"))
-    }
+    ends = (f".lora_A.{name}.weight", f".lora_B.{name}.weight")
+    return {n: p for n, p in model.named_parameters() if n.endswith(ends)}
 
 
 def add_reference_adapter(policy: Policy) -> None:
-    """Add a frozen copy of the adapter, for :func:`reference_adapter`."""
+    """Add a frozen copy of the adapter, for :class:`AdapterReference`."""
     with torch.random.fork_rng(devices=[]):
         policy.adapter.add_adapter(REFERENCE_ADAPTER, policy.adapter.peft_config[TRAINED])
     policy.adapter.set_adapter(TRAINED)
@@ -136,25 +167,10 @@ def add_reference_adapter(policy: Policy) -> None:
 @torch.no_grad()
 def copy_to_reference_adapter(model: nn.Module) -> None:
     """Give the frozen adapter the values of the trained one."""
-    pairs = zip(adapter_parameters(model, REFERENCE_ADAPTER).values(), adapter_parameters(model).values(), strict=True)
-    for frozen, trained in pairs:
-        frozen.copy_(trained)
-
-
-@contextlib.contextmanager
-def reference_adapter(policy: Policy) -> Iterator[None]:
-    """Inside the block, without gradient, the model computes with the frozen adapter; if it has none, with none."""
-    try:
-        if REFERENCE_ADAPTER in policy.adapter.peft_config:
-            policy.adapter.set_adapter(REFERENCE_ADAPTER, inference_mode=True)
-            yield
-        else:
-            with policy.adapter.disable_adapter():
-                yield
-    finally:
-        policy.adapter.set_adapter(TRAINED)
-        for parameter in policy.unreached.values():  # peft trains all of an adapter
-            parameter.requires_grad_(False)
+    trained = adapter_parameters(model).values()
+    frozen = adapter_parameters(model, REFERENCE_ADAPTER).values()
+    for old, new in zip(frozen, trained, strict=True):
+        old.copy_(new)
 
 
 class AdapterReference:
@@ -167,31 +183,40 @@ class AdapterReference:
         """``scorer``: the policy's, which FSDP may have sharded."""
         self.policy = policy
         self.scorer = scorer
-        self.model = policy.model
 
     @property
     def packed(self) -> bool:
         return self.scorer.packed
 
-    def __call__(self, *inputs, **named) -> tuple[torch.Tensor, torch.Tensor]:
-        was_training = self.model.training
-        self.model.eval()  # a frozen adapter has no dropout
+    @torch.no_grad()
+    def __call__(self, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        model = self.policy.model
+        adapter = self.policy.adapter
+        was_training = model.training
+        model.eval()  # a frozen adapter has no dropout
         try:
-            with torch.no_grad(), reference_adapter(self.policy):
-                try:
-                    return self.scorer(*inputs, **named)
-                finally:
-                    # Before peft says again which parameters are trained: it must say it of the
-                    # shares, not of the whole weights.
-                    give_back(self.scorer)
+            if REFERENCE_ADAPTER in adapter.peft_config:
+                adapter.set_adapter(REFERENCE_ADAPTER, inference_mode=True)
+            else:
+                adapter.base_model.disable_adapter_layers()
+            return self.scorer(*inputs)
         finally:
-            self.model.train(was_training)
+            # Before peft says again which parameters are trained: it must say it of the shares, not
+            # of the whole weights.
+            give_back(self.scorer)
+            adapter.base_model.enable_adapter_layers()
+            adapter.set_adapter(TRAINED)
+            for parameter in self.policy.unreached.values():  # peft trains all of an adapter
+                parameter.requires_grad_(False)
+            model.train(was_training)
 
 
 def adapted_base(layer: nn.Module) -> nn.Linear | None:
     """The frozen ``nn.Linear`` inside of a layer that has an adapter; None for every other module."""
     base = getattr(layer, "base_layer", None)
-    return base if hasattr(layer, "lora_A") and isinstance(base, nn.Linear) else None
+    if isinstance(base, nn.Linear) and hasattr(layer, "lora_A"):
+        return base
+    return None
 
 
 @torch.no_grad()
@@ -200,6 +225,7 @@ def effective_weight(layer: nn.Module) -> torch.Tensor:
     base = adapted_base(layer)
     if base is None:
         return layer.weight.detach()
-    a, b, scale = layer.lora_A[TRAINED].weight, layer.lora_B[TRAINED].weight, layer.scaling[TRAINED]
+    a = layer.lora_A[TRAINED].weight
+    b = layer.lora_B[TRAINED].weight
     with torch.autocast(a.device.type, enabled=False):
-        return torch.addmm(base.weight.to(a.dtype), b, a, alpha=scale)
+        return torch.addmm(base.weight.to(a.dtype), b, a, alpha=layer.scaling[TRAINED])

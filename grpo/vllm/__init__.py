@@ -56,7 +56,13 @@ def build_engine(
         servers = [Server(address, config.runtime.timeout_s / 3) for address in addresses]
         if started:  # by the main rank
             servers[0].explain = started.explain
-        weights = settings.weights_folder
-        engine = VLLMEngine(policy, servers, world=world, weights_folder=weights, root=root, probe_ids=probe_ids)
+        engine = VLLMEngine(
+            policy,
+            servers,
+            world=world,
+            weights_folder=settings.weights_folder,
+            root=root,
+            probe_ids=probe_ids,
+        )
         engine.on_close = on_failure.pop_all().close
         return engine

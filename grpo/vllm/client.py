@@ -13,9 +13,6 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from grpo.system import UserError
 
-HEALTH_SECONDS = 5.0
-"""Time between two questions whether a server that computes completions is healthy."""
-
 
 class ServerError(UserError):
     """A server that does not work; one line with its address and what to do."""
@@ -63,7 +60,8 @@ class Server:
 
     def __init__(self, address: str, timeout_s: float):
         """``address``: ``http://host:port``; ``timeout_s``: to answer one request."""
-        self.address, self.timeout_s = address, timeout_s
+        self.address = address
+        self.timeout_s = timeout_s
         self.explain: Callable[[str], str] = lambda problem: problem
         """Of a server that the trainer has started: :meth:`grpo.vllm.server.StartedServer.explain`."""
         self.model = ""
@@ -73,7 +71,11 @@ class Server:
         return f"vLLM at {self.address}"
 
     async def call(
-        self, http: httpx.AsyncClient, method: str, route: str, body: dict[str, Any] | None = None
+        self,
+        http: httpx.AsyncClient,
+        method: str,
+        route: str,
+        body: dict[str, Any] | None = None,
     ) -> httpx.Response:
         """The answer to one request, which is sent once.
 
@@ -92,7 +94,8 @@ class Server:
 
     async def generate(self, http: httpx.AsyncClient, body: dict[str, Any]) -> Answer:
         """The completion of ``{"token_ids", "sampling_params", ...}``."""
-        answer = await self.call(http, "POST", "/inference/v1/generate", {"model": self.model} | body)
+        body = {"model": self.model} | body
+        answer = await self.call(http, "POST", "/inference/v1/generate", body)
         return Answer.model_validate_json(answer.content)
 
     async def prompt_logprobs(
@@ -126,12 +129,6 @@ class Server:
             logprobs.append(at[id].logprob)
         return logprobs
 
-    async def stay_healthy(self, http: httpx.AsyncClient) -> None:
-        """ServerError once it is not healthy: after the death of its engine, vLLM may never answer a request."""
-        while True:
-            await asyncio.sleep(HEALTH_SECONDS)
-            await self.call(http, "GET", "/health")
-
 
 @asynccontextmanager
 async def session() -> AsyncIterator[httpx.AsyncClient]:
@@ -139,6 +136,8 @@ async def session() -> AsyncIterator[httpx.AsyncClient]:
     # A connection is used once: vLLM closes idle ones, and httpx looks through all of them at each answer.
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     transport = httpx.AsyncHTTPTransport(retries=3, limits=limits)
-    headers = {"Authorization": f"Bearer {key}"} if (key := os.environ.get("VLLM_API_KEY")) else {}
+    headers = {}
+    if "VLLM_API_KEY" in os.environ:
+        headers["Authorization"] = f"Bearer {os.environ['VLLM_API_KEY']}"
     async with httpx.AsyncClient(transport=transport, trust_env=False, headers=headers) as http:
         yield http

@@ -13,6 +13,7 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -31,7 +32,8 @@ from grpo.vllm.weights import Probe, WeightsFolder
 
 MAX_REQUESTS = 512
 """Most requests in flight over all ranks and servers, each with a connection of its own."""
-WHOLE, ADAPTER = "grpo-whole-", "grpo-adapter-"
+WHOLE = "grpo-whole-"
+ADAPTER = "grpo-adapter-"
 """Beginnings of the versions of weights that replace a server's, and of adapters beside these."""
 LOWEST_TEMPERATURE = 0.01
 """vLLM computes with this one in place of lower ones."""
@@ -57,7 +59,9 @@ class VLLMEngine:
 
         ServerError, on all ranks, if a server does not answer or cannot sample for this policy.
         """
-        self.policy, self.servers, self.world = policy, list(servers), world
+        self.policy = policy
+        self.servers = list(servers)
+        self.world = world
         self.on_close: Callable[[], None] = lambda: None
         """Called by :meth:`close`: ends servers that were started for this engine."""
         self.probe = Probe(policy, root or policy.model, probe_ids)
@@ -65,7 +69,8 @@ class VLLMEngine:
         """A name for the weights that the servers have, used once; None outside of :meth:`weights`."""
         self._adapter: Path | None = None
         """The files of the adapter that the servers have."""
-        self.folder, self.loop = WeightsFolder(weights_folder), asyncio.new_event_loop()
+        self.folder = WeightsFolder(weights_folder)
+        self.loop = asyncio.new_event_loop()
         # In a thread of its own: in a notebook this thread has a loop already.
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
         with world.fail_together():
@@ -85,13 +90,17 @@ class VLLMEngine:
             self.probe.update()
             unreached = self.policy.unreached.values()
             weights = whole_trained_weights(self.policy.trained, unreached)
-        version = f"{ADAPTER if self.policy.adapter else WHOLE}{uuid.uuid4().hex}"
+        kind = ADAPTER if self.policy.adapter else WHOLE
+        version = kind + uuid.uuid4().hex
         with self.world.fail_together():
             if self.world.is_main:
                 files = self.folder.write(self.policy, weights, version)
                 self.wait_for(self._for_all(self._load, files, version))
-                # An adapter's files are deleted when the next one is loaded.
-                done, self._adapter = (self._adapter, files) if self.policy.adapter else (files, None)
+                done = files
+                if self.policy.adapter:
+                    # vLLM may read an adapter's files until the next one is loaded.
+                    done = self._adapter
+                    self._adapter = files
                 if done is not None:
                     shutil.rmtree(done, ignore_errors=True)
         self.version = self.world.from_main(version)
@@ -115,13 +124,17 @@ class VLLMEngine:
         """
         if 0 < sampling.temperature < LOWEST_TEMPERATURE:
             raise ServerError(f"vLLM samples at temperatures of {LOWEST_TEMPERATURE} or above, or greedily at 0")
-        G, stops = sampling.num_generations, Stops(self.policy, sampling.stop)
-        bodies = [self._body(problem, g, sampling, stops, seed_key) for problem in problems for g in range(G)]
+        stops = Stops(self.policy, sampling.stop)
+        bodies = []
+        for problem in problems:
+            for g in range(sampling.num_generations):
+                seed = derive_seed(*seed_key, problem.index, g)
+                bodies.append(_request(problem, seed, sampling, stops))
         with self.weights():
-            rows = self._sample_all(bodies, stops, on_tokens or (lambda num_tokens: None), replies)
+            rows = self._sample_all(bodies, stops, on_tokens, replies)
             completions = self.wait_for(rows)
         if sampling.is_greedy:
-            completions = [replace(completion, sampling_logprobs=()) for completion in completions]
+            completions = [replace(c, sampling_logprobs=()) for c in completions]
         return grouped(problems, completions, stops)
 
     def dry_run(self, *_: Any) -> None:
@@ -148,21 +161,21 @@ class VLLMEngine:
         finally:
             future.cancel()
 
-    async def _for_all(self, call: Callable[..., Coroutine[Any, Any, Any]], *args: Any) -> list[Any]:
+    async def _for_all(self, call: Callable[..., Coroutine], *args: Any) -> None:
         async with session() as http:
-            return await asyncio.gather(*(call(server, http, *args) for server in self.servers))
+            await asyncio.gather(*[call(server, http, *args) for server in self.servers])
 
     async def _check(self, server: Server, http: httpx.AsyncClient) -> None:
         """Give the server the name of its model. ServerError if its log-probs would be wrong."""
-        server.model = (await server.call(http, "GET", "/v1/models")).json()["data"][0]["id"]
-        settings = (await server.call(http, "GET", "/server_info?config_format=json")).json()["vllm_config"]
-        weights = (await server.call(http, "GET", "/weight_info")).json()["weight_version"]
+        models = await server.call(http, "GET", "/v1/models")
+        server.model = models.json()["data"][0]["id"]
+        info = await server.call(http, "GET", "/server_info?config_format=json")
+        settings = info.json()["vllm_config"]
         if settings["model_config"]["logprobs_mode"] != "processed_logprobs":
             raise ServerError(f"{server} returns other log-probs: start it with --logprobs-mode processed_logprobs")
-        if self.policy.adapter and weights.startswith(WHOLE):
+        weights = await server.call(http, "GET", "/weight_info")
+        if self.policy.adapter and weights.json()["weight_version"].startswith(WHOLE):
             raise ServerError(f"{server} has the weights of another run, which an adapter is not for: start it again")
-        if settings["device_config"]["device"] == "cpu" and any(p.dim() == 3 for p in self.policy.model.parameters()):
-            raise ServerError(f"{server} does not reload a mixture's experts on the CPU: use rollout.engine=builtin")
 
     async def _load(
         self,
@@ -184,47 +197,26 @@ class VLLMEngine:
                 body = {"lora_name": self._adapter.name}
                 await server.call(http, "POST", "/v1/unload_lora_adapter", body)
 
-        found = await server.prompt_logprobs(http, self.probe.ids, model=model, version=version)
+        ids = self.probe.ids
+        found = await server.prompt_logprobs(http, ids, model=model, version=version)
         if problem := self.probe.compare(server, found):
             raise ServerError(
                 f"{server} does not compute with the policy's weights: {problem}; is it another "
                 "model, or its --dtype not runtime.precision?"
             )
 
-    def _body(self, problem: Problem, g: int, sampling: SamplingParams, stops: Stops, seed_key) -> dict[str, Any]:
-        """Of the request for completion ``g``."""
-        settings = {
-            "max_tokens": sampling.max_completion_length,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-            "min_p": sampling.min_p,
-            # A server takes what a request leaves out from the checkpoint's generation_config.json.
-            "repetition_penalty": 1.0,
-            "presence_penalty": 0.0,
-            "frequency_penalty": 0.0,
-            "stop": stops.strings,
-            "stop_token_ids": stops.ids,
-            "include_stop_str_in_output": True,
-            "skip_special_tokens": True,
-            "ignore_eos": True,  # the policy's own EOS ids are among the stop tokens
-            "seed": derive_seed(*seed_key, problem.index, g),
-            "logprobs": 0,
-        }
-        return {"token_ids": list(problem.prompt_ids), "sampling_params": settings}
-
     async def _sample_all(
         self,
         bodies: Sequence[dict[str, Any]],
         stops: Stops,
-        on_tokens: Callable[[int], None],
+        on_tokens: Callable[[int], None] | None,
         replies: Replies | None,
     ) -> list[Completion]:
-        """The completions of all requests, in order; servers that are faster get more of them."""
-        completions: list[Completion | None] = [None] * len(bodies)
-        waiting = iter(enumerate(bodies))
+        """The completions of all requests, in order; each server gets the same number of them."""
+        in_flight = asyncio.Semaphore(max(MAX_REQUESTS // self.world.size, 1))
 
-        async def complete(server: Server, row: int, body: dict[str, Any]) -> Completion:
+        async def complete(row: int, body: dict[str, Any]) -> Completion:
+            server = self.servers[row % len(self.servers)]
             settings = body["sampling_params"]
             ids = []
             logprobs = []
@@ -237,8 +229,10 @@ class VLLMEngine:
                     "token_ids": body["token_ids"] + ids,
                     "sampling_params": turn_settings,
                 }
-                sampled = await self._sample(server, http, request)
-                on_tokens(len(sampled.ids))
+                async with in_flight:
+                    sampled = await self._sample(server, http, request)
+                if on_tokens is not None:
+                    on_tokens(len(sampled.ids))
                 end = stops.first_end(sampled.ids, 0) if stops.strings else None
                 turn = sampled.ids[:end]
                 finished = end is not None or sampled.finish_reason == "stop"
@@ -249,7 +243,7 @@ class VLLMEngine:
                 answer = None
                 if replies and finished:
                     asked = Future()
-                    self.calls.put(lambda asked=asked, turn=turn: asked.set_result(replies(row, turn)))
+                    self.calls.put(partial(_ask, asked, replies, row, turn))
                     future = await asyncio.wrap_future(asked)
                     answer = await asyncio.wrap_future(future)
                 if answer is None:
@@ -264,35 +258,59 @@ class VLLMEngine:
                 mask += [False] * len(answer)
                 logprobs += [0.0] * len(answer)
 
-        async def work(server: Server) -> None:
-            for row, body in waiting:
-                completions[row] = await complete(server, row, body)
-
         async with session() as http:
-            num_workers = min(max(MAX_REQUESTS // (self.world.size * len(self.servers)), 1), len(bodies))
-            workers = []
-            for _ in range(num_workers):
-                workers += [work(server) for server in self.servers]
-            tasks = [asyncio.gather(*workers)]
-            tasks += [asyncio.ensure_future(server.stay_healthy(http)) for server in self.servers]
+            tasks = [asyncio.ensure_future(complete(*request)) for request in enumerate(bodies)]
             try:
-                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    task.result()
+                return await asyncio.gather(*tasks)
             finally:
                 for task in tasks:
                     task.cancel()
-        return completions
 
     async def _sample(self, server: Server, http: httpx.AsyncClient, body: dict[str, Any]) -> Sampled:
         """One completion; ServerError if it is not what was asked for, or of other weights."""
         # A salt keeps what the prefix cache holds of other weights out of use.
-        names = {"model": self.version} if self.policy.adapter else {}
-        answer = await server.generate(http, body | names | {"cache_salt": self.version})
-        (sampled,), most = answer.choices, body["sampling_params"]["max_tokens"]
+        body["cache_salt"] = self.version
+        if self.policy.adapter:
+            body["model"] = self.version
+        answer = await server.generate(http, body)
+        (sampled,) = answer.choices
         length = len(sampled.ids)
+        most = body["sampling_params"]["max_tokens"]
         if length > most or (length < most and sampled.finish_reason == "length"):
             raise ServerError(f"{server} ended a completion after {length} of {most} tokens: raise --max-model-len")
-        if {weights["version"] for weights in sampled.weight_versions} != {self.version}:
+        versions = {weights["version"] for weights in sampled.weight_versions}
+        if versions != {self.version}:
             raise ServerError(f"{server} has lost this step's weights: it was started again, or another run uses it")
         return sampled
+
+
+def _request(
+    problem: Problem,
+    seed: int,
+    sampling: SamplingParams,
+    stops: Stops,
+) -> dict[str, Any]:
+    """The body of the request for one completion."""
+    settings = {
+        "max_tokens": sampling.max_completion_length,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        # A server takes what a request leaves out from the checkpoint's generation_config.json.
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "stop": stops.strings,
+        "stop_token_ids": stops.ids,
+        "include_stop_str_in_output": True,
+        "skip_special_tokens": True,
+        "ignore_eos": True,  # the policy's own EOS ids are among the stop tokens
+        "seed": seed,
+        "logprobs": 0,
+    }
+    return {"token_ids": list(problem.prompt_ids), "sampling_params": settings}
+
+
+def _ask(asked: Future, replies: Replies, row: int, turn: list[int]) -> None:
+    asked.set_result(replies(row, turn))

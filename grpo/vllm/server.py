@@ -20,10 +20,8 @@ from grpo.config import Config, ConfigError
 from grpo.distributed import World
 from grpo.model import Policy, base_of
 from grpo.system import without_environment_defaults
-from grpo.vllm.weights import MOST
+from grpo.vllm.weights import DTYPES, MOST
 
-DTYPE_NAMES = {"bf16": "bfloat16", "fp32": "float32"}
-"""vLLM's names of the values of ``runtime.precision``."""
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The values that vLLM takes for ``--max-lora-rank``."""
 LAUNCHER_VARIABLES = re.compile(
@@ -38,25 +36,39 @@ END_WITH_PARENT = (
 
 
 def start_server(
-    config: Config, world: World, policy: Policy, path: str, longest: int, folder: Path, stack: contextlib.ExitStack
+    config: Config,
+    world: World,
+    policy: Policy,
+    path: str,
+    longest: int,
+    folder: Path,
+    stack: contextlib.ExitStack,
 ) -> StartedServer:
     """A server on this machine, when it answers; ``stack`` ends it. Arguments as of :func:`grpo.vllm.build_engine`."""
-    settings, path = config.rollout, base_of(path)
     if world.num_machines > 1:
         raise ConfigError("rollout.server=start is for one machine: name the addresses of servers in rollout.server")
-    options = ["--dtype", DTYPE_NAMES[policy.precision], "--logprobs-mode", "processed_logprobs"]
-    options += ["--enable-scale-out", "--disable-uvicorn-access-log"]
+    options = [
+        f"--dtype={DTYPES[policy.precision]}".replace("torch.", ""),
+        "--logprobs-mode=processed_logprobs",
+        "--enable-scale-out",
+        "--disable-uvicorn-access-log",
+    ]
     if longest:
-        options += ["--max-model-len", str(max(longest, MOST + 1))]
+        options.append(f"--max-model-len={max(longest, MOST + 1)}")
     if policy.device.type == "cpu":
-        options += ["--no-enable-chunked-prefill"]
+        options.append("--no-enable-chunked-prefill")
     if policy.adapter:
         lora = policy.adapter.peft_config["default"]
-        rank = max([lora.r, *lora.rank_pattern.values()])
-        options += ["--enable-lora", "--max-lora-rank", str(next((most for most in LORA_RANKS if most >= rank), rank))]
-    is_folder, log = os.path.isdir(path), folder / "vllm.log"
-    model = os.path.abspath(path) if is_folder else huggingface_hub.snapshot_download(path, local_files_only=True)
-    server = StartedServer(settings.vllm_command, model, options, log)
+        rank = max(lora.r, *lora.rank_pattern.values(), 1)
+        possible = [most for most in LORA_RANKS if most >= rank]
+        options += ["--enable-lora", f"--max-lora-rank={min(possible, default=rank)}"]
+    model = base_of(path)
+    if os.path.isdir(model):
+        model = os.path.abspath(model)
+    else:
+        model = huggingface_hub.snapshot_download(model, local_files_only=True)
+    log = folder / "vllm.log"
+    server = StartedServer(config.rollout.vllm_command, model, options, log)
     stack.callback(server.close)
     print(f"starting vLLM (log: {log}) ...", flush=True)
     server.wait(config.runtime.timeout_s / 3)
@@ -72,16 +84,24 @@ class StartedServer:
         Of two values of an option the last one counts: the command's own options (``rollout.vllm_command``) win over
         ``options``, which are put behind the model, and host and port over both.
         """
-        words = shlex.split(command)
-        behind_model = max(number for number, word in enumerate(words, 1) if "{model}" in word)
-        words[behind_model:behind_model] = options
+        words = []
+        for word in shlex.split(command):
+            words.append(word.replace("{model}", model))
+            if "{model}" in word:
+                words += options
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        words = [word.replace("{model}", model) for word in words]
-        self.address, self.log = f"http://127.0.0.1:{port}", log
-        found = without_environment_defaults(os.environ)
-        found = {name: value for name, value in found.items() if not LAUNCHER_VARIABLES.fullmatch(name)}
+        self.address = f"http://127.0.0.1:{port}"
+        self.log = log
+        environment = {
+            # The routes that load weights and adapters.
+            "VLLM_SERVER_DEV_MODE": "1",
+            "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
+        }
+        for name, value in without_environment_defaults(os.environ).items():
+            if not LAUNCHER_VARIABLES.fullmatch(name):
+                environment.setdefault(name, value)
         with open(log, "ab") as file:
             self.process = subprocess.Popen(
                 [
@@ -93,8 +113,7 @@ class StartedServer:
                     "--host=127.0.0.1",
                     f"--port={port}",
                 ],
-                # The routes that load weights and adapters.
-                env=found | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"},
+                env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,
@@ -115,7 +134,9 @@ class StartedServer:
     def explain(self, problem: str) -> str:
         """Its exit code; while it runs, ``problem``. Both with the log's path."""
         code = self.process.poll()
-        return f"{problem if code is None else f'has ended (exit code {code})'}: see {self.log}"
+        if code is not None:
+            problem = f"has ended (exit code {code})"
+        return f"{problem}: see {self.log}"
 
     def close(self) -> None:
         """End its processes."""

@@ -19,7 +19,8 @@ from grpo.model import Policy, save_weights
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 LIMITS = {"fp32": 1e-3, "bf16": 0.1}
 """Largest mean difference of log-probs of server and trainer, in nats."""
-FEWEST, MOST = 8, 64
+FEWEST = 8
+MOST = 64
 """Tokens of the text whose log-probs are compared."""
 
 
@@ -38,10 +39,13 @@ class WeightsFolder:
         when the files hold the head.
         """
         for left in self.path.parent.glob(f"{self.prefix}*"):
-            if not Path("/proc", left.name.removeprefix(self.prefix).partition("-")[0]).exists():
+            pid = left.name.removeprefix(self.prefix).partition("-")[0]
+            if not Path("/proc", pid).exists():
                 shutil.rmtree(left, ignore_errors=True)
-        folder, dtype = self.path / version, torch.float32 if policy.adapter else DTYPES[policy.precision]
-        save_weights(policy.trained, {n: t.to(dtype, copy=True) for n, t in weights.items()}, folder)
+        dtype = torch.float32 if policy.adapter else DTYPES[policy.precision]
+        written = {name: tensor.to(dtype, copy=True) for name, tensor in weights.items()}
+        folder = self.path / version
+        save_weights(policy.trained, written, folder)
         return folder
 
 
@@ -50,9 +54,12 @@ class Probe:
 
     def __init__(self, policy: Policy, root: nn.Module, ids: Sequence[int]):
         """``ids``: a prompt, whose first tokens are taken; fixed ones in place of fewer than :data:`FEWEST`."""
-        self.policy, self.root = policy, root
-        vocabulary = policy.model.get_input_embeddings().weight.shape[0]
-        self.ids = list(ids[:MOST]) if len(ids) >= FEWEST else [(7 * i + 3) % vocabulary for i in range(2 * FEWEST)]
+        self.policy = policy
+        self.root = root
+        self.ids = list(ids[:MOST])
+        if len(self.ids) < FEWEST:
+            vocabulary = len(policy.model.get_input_embeddings().weight)
+            self.ids = [(7 * i + 3) % vocabulary for i in range(2 * FEWEST)]
         self.computed_S = torch.zeros(0)
         """The policy's log-probs of ``ids[1:]`` in nats, at the last call of :meth:`update`."""
         self.answers: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -66,7 +73,8 @@ class Probe:
             return self.policy.model(input_ids=sequence_1S, use_cache=False).logits[0, :-1].float()
 
         with self.policy.inference():
-            logprobs_SV = torch.log_softmax(compute_inside(self.root, logits), dim=-1)
+            logits_SV = compute_inside(self.root, logits)
+        logprobs_SV = logits_SV.log_softmax(dim=-1)
         self.computed_S = logprobs_SV.gather(1, sequence_1S[0, 1:, None])[:, 0].cpu()
         if self.computed_S.isnan().any():
             raise ValueError("the model computes NaN: its weights are broken, lower optim.learning_rate")
@@ -77,14 +85,20 @@ class Probe:
         They must be near the policy's. And they must change with them: an answer that stays the same to the bit, while
         the policy has moved by more than the two programs differ, is that of weights which were not applied.
         """
-        found_S, limit = torch.tensor(found), LIMITS[self.policy.precision]
-        difference = float((found_S - self.computed_S).abs().mean())
+        found_S = torch.tensor(found)
+        limit = LIMITS[self.policy.precision]
+        difference = _distance(found_S, self.computed_S)
         if not difference <= limit:
             return f"log-probs of a text differ by {difference:.3g} nats on average (limit {limit:g})"
         former_S, computed_S = self.answers.setdefault(server, (found_S, self.computed_S))
-        noise, moved = (float((x_S - computed_S).abs().mean()) for x_S in (former_S, self.computed_S))
-        if torch.equal(found_S, former_S) and moved > 2 * noise:
-            return f"log-probs of a text have not changed, those of the policy by {moved:.3g}"
+        moved = _distance(self.computed_S, computed_S)
+        noise = _distance(former_S, computed_S)
         if not torch.equal(found_S, former_S):
-            self.answers[server] = found_S, self.computed_S
+            self.answers[server] = (found_S, self.computed_S)
+        elif moved > 2 * noise:
+            return f"log-probs of a text have not changed, those of the policy by {moved:.3g}"
         return None
+
+
+def _distance(one_S: torch.Tensor, other_S: torch.Tensor) -> float:
+    return float((one_S - other_S).abs().mean())
