@@ -6,6 +6,7 @@ linear layer computes ``base(x) + scale * B(A(x))``; ``A`` is ``[rank, in]`` and
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
@@ -128,7 +129,9 @@ def _inject(policy: Policy, config: Any, base: str, seed: int) -> None:
     model = policy.model
     # peft asks for them anew, and both are needless for checkpointing as done here.
     model.disable_input_require_grads()
-    with torch.random.fork_rng(devices=[]), reading(f"lora.target_modules={config.target_modules}"):
+    # transformers has deprecated what peft calls.
+    quiet = warnings.catch_warnings(action="ignore", category=FutureWarning)
+    with torch.random.fork_rng(devices=[]), quiet, reading(f"lora.target_modules={config.target_modules}"):
         torch.default_generator.manual_seed(seed)
         policy.adapter = peft.get_peft_model(model, config)
     model.disable_input_require_grads()

@@ -5,7 +5,7 @@ import shutil
 import pytest
 import torch
 from conftest import save_random_model, small_run
-from outputs import lines, states, weights
+from outputs import lines, weights
 from transformers import AutoModelForCausalLM
 
 from grpo.algorithm.batch import Completion, Group, Problem, collate
@@ -45,24 +45,19 @@ def test_ref_logprobs_are_those_of_the_named_model(random_model, other, tmp_path
         run.close()
 
 
-@pytest.mark.slow
-def test_a_reference_that_does_not_fit_is_refused(random_model, other, tmp_path, capsys):
-    def error(reference, *options):
-        assert main([*small_run(random_model, tmp_path / "run"), *SHORT, f"model.reference={reference}", *options]) == 2
-        return capsys.readouterr().err
-
-    assert "ref_sync_steps moves the reference towards the policy" in error(other, "algorithm.ref_sync_steps=1")
-    short = save_random_model(tmp_path / "short", max_position_embeddings=16)
-    assert f"exceed the context of 16 tokens of {short}" in error(short)
-    tokenizer = load_tokenizer(str(random_model))
+def test_a_reference_that_does_not_fit_is_refused(random_model, tmp_path):
+    folder = str(random_model)
+    tokenizer = load_tokenizer(folder)
+    with pytest.raises(ValueError, match="exceed the context of 256 tokens"):
+        check_reference(folder, tokenizer, [Problem(0, "", (1, 2))], 255)
     tokenizer.add_tokens(["another"])
-    with pytest.raises(ValueError, match=r"model\.reference=.* has another vocabulary .*'another' is None and \d+"):
-        check_reference(str(random_model), tokenizer, [], 1)
+    with pytest.raises(ValueError, match=r"model\.reference=.* has another vocabulary"):
+        check_reference(folder, tokenizer, [], 1)
 
 
 @pytest.mark.slow
 def test_a_continued_run_keeps_its_reference(random_model, other, tmp_path, capsys):
-    """Interrupted and continued it has the same bits; other weights in the reference are noticed."""
+    """It may be of another size. Interrupted and continued it has the same bits; other weights of it are noticed."""
     folder = shutil.copytree(other, tmp_path / "reference")
     arguments = [*SHORT, f"model.reference={folder}", "algorithm.beta=0.1"]
     for name in ("whole", "cut"):
@@ -78,15 +73,3 @@ def test_a_continued_run_keeps_its_reference(random_model, other, tmp_path, caps
     save_random_model(folder, num_hidden_layers=3, initializer_range=0.25)
     assert main([*small_run(random_model, tmp_path / "cut"), *arguments]) == 2
     assert f"content of {folder}/model.safetensors: checkpoint '" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_a_reference_of_the_same_shape_moves_with_the_policy(random_model, tmp_path):
-    twin = save_random_model(tmp_path / "twin", initializer_range=0.2)
-    arguments = [*SHORT, f"model.reference={twin}", "algorithm.beta=0.1", "algorithm.ref_sync_steps=1"]
-    assert main([*small_run(random_model, tmp_path / "run"), *arguments]) == 0
-    first, second = (line["kl"] for line in lines(tmp_path / "run"))
-    assert first > 0.01 and second == 0
-    saved, policy = states(tmp_path / "run" / "checkpoint-2"), weights(tmp_path / "run" / "checkpoint-2")
-    reference = {name.removeprefix("reference/"): t for name, t in saved.items() if name.startswith("reference/")}
-    assert reference.keys() == policy.keys() and all(torch.equal(t, policy[name]) for name, t in reference.items())

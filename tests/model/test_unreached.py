@@ -41,17 +41,15 @@ def test_the_vision_tower_is_frozen_and_everything_else_is_trained():
     for name, parameter in policy.model.named_parameters():
         assert parameter.requires_grad == (not name.startswith(IMAGES_ALONE)) == (parameter.grad is not None), name
         assert (name in policy.unreached) == name.startswith(IMAGES_ALONE)
-    size = sum(parameter.numel() for parameter in policy.unreached.values())
-    assert size > 10_000
-    assert num_parameters(policy.model) - num_parameters(policy.model, trained=True) == size
+    trained = num_parameters(policy.model, trained=True)
+    assert num_parameters(policy.model) == trained + sum(p.numel() for p in policy.unreached.values())
 
 
-@pytest.mark.parametrize("name", [*CAN, *CANNOT, *MIXTURES])
-def test_nothing_of_a_text_model_is_frozen(name):
-    kind, settings, *_ = (CAN | CANNOT).get(name) or (name, MIXTURES[name])
-    policy = policy_of(build(kind, settings))
-    freeze(policy)
-    assert policy.unreached == {}
+def test_nothing_of_a_text_model_is_frozen():
+    for kind, settings, *_ in [*CAN.values(), *CANNOT.values(), *MIXTURES.items()]:
+        policy = policy_of(build(kind, settings))
+        freeze(policy)
+        assert policy.unreached == {}, kind
 
 
 class Experts(nn.Module):
@@ -59,28 +57,21 @@ class Experts(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.layers = nn.ModuleList([nn.ModuleDict({"experts": nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])})])
-        self.tower = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(2, 2)])})
-        self.image_start = nn.Parameter(torch.zeros(2))
-
-    def forward(self, x):
-        return self.layers[0]["experts"][0](x)
+        self.layers = nn.ModuleList([nn.ModuleDict({"one": nn.Linear(2, 2), "other": nn.Linear(2, 2)})])
+        self.tower = nn.ModuleList([nn.Linear(2, 2)])
 
 
 def test_experts_that_another_token_may_reach_are_trained():
     model = Experts()
-    assert {*freeze_unreached(model, model(torch.ones(2)).sum())} == {
-        "image_start", "tower.layers.0.weight", "tower.layers.0.bias",
-    }  # fmt: skip
+    output = model.layers[0]["one"](torch.ones(2)).sum()
+    assert list(freeze_unreached(model, output)) == ["tower.0.weight", "tower.0.bias"]
     assert all(parameter.requires_grad for parameter in model.layers.parameters())
 
 
-@pytest.mark.parametrize("has_reference", [False, True])
-def test_adapters_of_the_vision_tower_stay_frozen_and_are_in_the_files(has_reference, tmp_path):
+def test_adapters_of_the_vision_tower_stay_frozen_and_are_in_the_files(tmp_path):
     """Also after peft has switched to the reference and back, and said that it trains the whole adapter."""
     policy = lora()
-    if has_reference:
-        add_reference_adapter(policy)
+    add_reference_adapter(policy)
     freeze(policy)
     adapters = adapter_parameters(policy.model)
     in_tower = {name for name in adapters if name.startswith("model.vision_tower.")}
