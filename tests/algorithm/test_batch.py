@@ -74,13 +74,6 @@ def test_collate_by_hand():
     assert len(batch) == 4 and batch.old_logprobs_BT is None and batch.ref_logprobs_BT is None
 
 
-def test_greedy_completions_have_no_sampling_logprobs():
-    group = Group(Problem(0, "", (1,)), (Completion((5, 6), "", True), completion([5])))
-    batch = collate([group], torch.zeros(1, 2), pad_id=PAD)
-    assert batch.sampling_logprobs_BT.tolist() == [[0, 0], [-0.5, 0]] and batch.allowed.ids_K.tolist() == [5]
-    assert batch.allowed.counts.tolist() == [[0, 0], [1, 0]], "0: the whole vocabulary"
-
-
 # --- rows, minibatches, microbatches
 
 
@@ -89,11 +82,12 @@ def many_rows(seed=0, P=6, G=4):
     generator = torch.Generator().manual_seed(seed)
     groups = []
     for p in range(P):
-        prompt_length = int(torch.randint(1, 9, (), generator=generator))
-        prompt = tuple(torch.randint(100, 200, (prompt_length,), generator=generator).tolist())
-        lengths = torch.randint(1, 13, (G,), generator=generator).tolist()
-        ids = [[1000 * (p * G + g) + t for t in range(n)] for g, n in enumerate(lengths)]
-        groups.append(Group(Problem(p, "", prompt), tuple(completion(row, finished=len(row) < 12) for row in ids)))
+        prompt = tuple(range(100, 100 + int(torch.randint(1, 9, (), generator=generator))))
+        completions = []
+        for g, n in enumerate(torch.randint(1, 13, (G,), generator=generator).tolist()):
+            start = 1000 * (p * G + g)
+            completions.append(completion(range(start, start + n), finished=n < 12))
+        groups.append(Group(Problem(p, "", prompt), tuple(completions)))
     batch = collate(groups, torch.arange(P * G, dtype=torch.float32).view(P, G), pad_id=PAD, mask_truncated=True)
     number_B1 = torch.arange(P * G, dtype=torch.float32)[:, None]
     return replace(
@@ -101,34 +95,31 @@ def many_rows(seed=0, P=6, G=4):
         old_logprobs_BT=(number_B1 + 0.25) * batch.completion_mask_BT,
         ref_logprobs_BT=(number_B1 + 0.5) * batch.completion_mask_BT,
         policy_mask_BT=batch.completion_mask_BT & (number_B1 % 2 == 0),
-        computed_B=torch.ones(P * G, dtype=torch.bool),
     )
 
 
 def assert_same_rows(part, batch):
     """Every row of ``part`` is the row of ``batch`` that its advantage names, trimmed to the longest of the part."""
     numbers = part.advantages_B.long().tolist()
-    assert part.sequence_ids_BS.shape == (len(numbers), int(batch.lengths_B[numbers].max()))
+    S = int(batch.lengths_B[numbers].max())
     T = int(batch.completion_mask_BT[numbers].sum(dim=1).max())
-    for name, tensor in tensors_of(part).items():
-        whole = getattr(batch, name)[numbers]
-        if name.endswith("T"):
-            assert tensor.shape == (len(numbers), T), name
-        width = (slice(None), slice(0, tensor.shape[1])) if tensor.dim() == 2 else slice(None)
-        assert torch.equal(tensor, whole[width]), name
-    expected = []
+    assert part.sequence_ids_BS.shape == (len(numbers), S)
+    for name, tensor in vars(part).items():
+        if isinstance(tensor, torch.Tensor):
+            expected = getattr(batch, name)[numbers]
+            if name[-1] in "ST":
+                expected = expected[:, : {"S": S, "T": T}[name[-1]]]
+            assert torch.equal(tensor, expected), name
+    ids = []
     for b, number in enumerate(numbers):  # prompt + t is where token t lies
         start, n = int(part.prompt_lengths_B[b]), int(part.completion_mask_BT[b].sum())
-        assert part.sequence_ids_BS[b, start : start + n].tolist() == [1000 * number + t for t in range(n)]
-        expected.append(completion(part.sequence_ids_BS[b, start : start + n].tolist()).allowed)
-    assert torch.equal(part.allowed.ids_K, torch.cat([each.ids_K for each in expected]))
-    assert torch.equal(part.allowed.counts[part.completion_mask_BT], torch.cat([each.counts for each in expected]))
-    assert part.allowed.counts.shape == (len(numbers), T) and not part.allowed.counts[~part.completion_mask_BT].any()
+        assert part.sequence_ids_BS[b, start : start + n].tolist() == list(range(1000 * number, 1000 * number + n))
+        ids += range(1000 * number, 1000 * number + n)
+    allowed = completion(ids).allowed
+    assert torch.equal(part.allowed.ids_K, allowed.ids_K)
+    assert torch.equal(part.allowed.counts[part.completion_mask_BT], allowed.counts)
+    assert not part.allowed.counts[~part.completion_mask_BT].any()
     return numbers
-
-
-def tensors_of(batch):
-    return {name: value for name, value in vars(batch).items() if isinstance(value, torch.Tensor)}
 
 
 def test_rows_by_slice_by_index_and_by_minibatch():
@@ -138,37 +129,35 @@ def test_rows_by_slice_by_index_and_by_minibatch():
     for count, n in ((1, 24), (2, 12), (6, 4)):
         numbers = [assert_same_rows(part, batch) for part in minibatches(batch, count)]
         assert numbers == [list(range(m * n, (m + 1) * n)) for m in range(count)], "consecutive groups"
-    without_reference = replace(batch, ref_logprobs_BT=None, allowed=None).select(slice(0, 2))
-    assert without_reference.allowed is None and len(without_reference.scorer_inputs) == 4
-    assert without_reference.ref_logprobs_BT is None and without_reference.old_logprobs_BT is not None
+    plain = replace(batch, ref_logprobs_BT=None, allowed=None).select(slice(0, 2))
+    assert plain.allowed is None and plain.ref_logprobs_BT is None and len(plain.scorer_inputs) == 4
 
 
-@pytest.mark.parametrize("tokens", [1, 13, 20, 33, 64, 100, 1000])
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_microbatches_hold_every_row_once_within_the_budget(seed, tokens):
-    batch = replace(many_rows(seed), computed_B=None)  # row 0 has advantage 0
-    seen, lasts = [], []
-    for part, is_last in microbatches(batch, tokens):
-        numbers = assert_same_rows(part, batch)
-        assert part.sequence_ids_BS.numel() <= tokens or len(part) == 1  # padding counted; alone only if it must be
-        seen += numbers
-        lasts.append(is_last)
-    assert sorted(seen) == list(range(24))
-    assert lasts == [False] * (len(lasts) - 1) + [True]  # the one that synchronises
-    assert len(lasts) == {1: 24, 1000: 1}.get(tokens, len(lasts))
+def test_microbatches_hold_every_row_once_within_the_budget(seed):
+    batch = many_rows(seed)
+    for tokens, num_parts in ((1, 24), (13, None), (20, None), (33, None), (100, None), (1000, 1)):
+        seen = []
+        lasts = []
+        for part, is_last in microbatches(batch, tokens):
+            seen += assert_same_rows(part, batch)
+            lasts.append(is_last)
+            assert part.sequence_ids_BS.numel() <= tokens or len(part) == 1  # padding counted; alone only if it must be
+        assert sorted(seen) == list(range(24))
+        assert lasts == [False] * (len(lasts) - 1) + [True]  # the one that synchronises
+        assert num_parts in (None, len(lasts))
 
 
 def test_microbatch_rows_by_hand():
     # Lengths 5, 6, 4, 5; ascending: row 2 (4), rows 0 and 3 (5), row 1 (6).
     batch = collate(two_groups(), torch.zeros(2, 2), pad_id=PAD)
-
-    def parts(tokens):
-        return [rows.tolist() for rows in microbatch_rows(batch, tokens)]
-
-    assert parts(24) == [[2, 0, 3, 1]]  # 4 rows x 6
-    assert parts(23) == [[2, 0, 3], [1]]  # 3 rows x 5 = 15, a fourth would make 4 x 6 = 24
-    assert parts(10) == [[2, 0], [3], [1]]  # 2 rows x 5 = 10; then 2 x 6 = 12 would be too many
-    assert parts(4) == [[2], [0], [3], [1]]  # longer than the budget: alone
+    for tokens, expected in (
+        (24, [[2, 0, 3, 1]]),  # 4 rows x 6
+        (23, [[2, 0, 3], [1]]),  # 3 rows x 5 = 15, a fourth would make 4 x 6 = 24
+        (10, [[2, 0], [3], [1]]),  # 2 rows x 5 = 10; then 2 x 6 = 12 would be too many
+        (4, [[2], [0], [3], [1]]),  # longer than the budget: alone
+    ):
+        assert [rows.tolist() for rows in microbatch_rows(batch, tokens)] == expected
 
 
 def test_many_short_completions_of_a_long_prompt_are_divided():
@@ -191,12 +180,12 @@ def test_rows_of_advantage_0_are_in_no_microbatch(packed):
     first, second = minibatches(batch, 2)
     shortest = 12 + int(batch.lengths_B[12:].argmin())
     for tokens in (1, 30, 1000):
-        parts = [[part.row_B for part, _ in microbatches(m, tokens, packed=packed)] for m in (first, second)]
-        assert [torch.cat(rows).sort().values.tolist() for rows in parts] == [[0, 1, 6, 10, 11], [shortest]]
-        scored = torch.cat(microbatch_rows(batch, tokens, packed=packed))  # before the updates
-        assert scored.sort().values.tolist() == [0, 1, 6, 10, 11, shortest]
+        found = []
+        for part in (first, second):
+            found.append(
+                sorted(b for micro, _ in microbatches(part, tokens, packed=packed) for b in micro.row_B.tolist())
+            )
+        assert found == [[0, 1, 6, 10, 11], [shortest]]
     assert len(first) == len(second) == 12  # the denominators count all rows
     spare, _ = next(microbatches(second, 1000, packed=packed))
     assert not spare.loss_mask_BT.any() and not spare.counted_BT.any() and spare.completion_mask_BT.any()  # no metric
-    part, _ = next(microbatches(first, 1000, packed=packed))
-    assert torch.equal(part.counted_BT, part.completion_mask_BT)

@@ -166,7 +166,7 @@ def test_a_reference_that_would_change_stays_in_fp32(random_model, fails):
     def read_the_weight(x):
         weight = mlp.down_proj.weight
         weight = weight.view(torch.int32).view(torch.float32) if fails else weight.float()
-        return mlp.up_proj.weight.float().matmul(x.float()[0, 0])[None, None] @ weight.T
+        return x.float() @ mlp.up_proj.weight.float().T @ weight.T
 
     mlp.forward = read_the_weight
     before = [p.clone() for p in reference.parameters()]
