@@ -28,8 +28,6 @@ def start_world(runtime: RuntimeConfig) -> World:
     if "TORCHELASTIC_RUN_ID" in os.environ:  # ranks would train on, or wait forever, when torchrun is killed
         end_with_parent(signal.SIGTERM)
     rank, size, local_rank, local_size = launch_environment()
-    if rank >= size:
-        raise ValueError(f"RANK={rank} and WORLD_SIZE={size}: ranks count from 0 to WORLD_SIZE - 1")
     device = _choose_device(runtime.device, local_rank, local_size)
     set_cpu_threads(runtime, local_size)
     if runtime.deterministic:

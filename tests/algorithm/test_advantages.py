@@ -63,22 +63,27 @@ def reference(rewards_PG, baseline, scale, eps):
 
 # --- numbers worked by hand
 
-# Two groups, [0, 1, 2, 5] and [1, 1, 1, 5]. Means 2 and 2. Others' means: (8 - r) / 3.
-# Squared deviations: 4 + 1 + 0 + 9 = 14 and 1 + 1 + 1 + 9 = 12; over 3: 14/3 and 4. Whole batch: mean 2, 26 / 7.
-CENTRED = {
-    "mean": [[-2, -1, 0, 3], [-1, -1, -1, 3]],
-    "leave_one_out": [[-8 / 3, -4 / 3, 0, 4], [-4 / 3, -4 / 3, -4 / 3, 4]],
-    "none": [[0, 1, 2, 5], [1, 1, 1, 5]],
-}
-STDS = {"group": [math.sqrt(14 / 3), 2.0], "batch": [math.sqrt(26 / 7)] * 2, "mean": [2.0, 2.0]}
+# [0, 1, 2, 5]: mean 2, means of the others (8 - r) / 3; squared deviations 4 + 1 + 0 + 9 = 14, over 3; eps 1/2.
+# [1, 1, 1, 5]: mean 2; squared deviations 1 + 1 + 1 + 9 = 12, over 3: std 2. Both together: mean 2, std sqrt(26 / 7).
 
 
-@pytest.mark.parametrize(("baseline", "scale"), EVERY_PAIR)
-def test_every_baseline_and_scale_by_hand(baseline, scale):
-    divisors = [1.0, 1.0] if scale == "none" else [std + 0.5 for std in STDS[scale]]
-    expected = [[a / d for a in row] for row, d in zip(CENTRED[baseline], divisors, strict=True)]
-    advantages = group_advantages(double([0, 1, 2, 5], [1, 1, 1, 5]), baseline=baseline, scale=scale, eps=0.5)
-    torch.testing.assert_close(advantages, double(*expected), rtol=1e-12, atol=1e-15)
+@pytest.mark.parametrize(
+    ("baseline", "first", "second"),
+    [
+        ("mean", [-2, -1, 0, 3], [-1, -1, -1, 3]),
+        ("leave_one_out", [-8 / 3, -4 / 3, 0, 4], [-4 / 3, -4 / 3, -4 / 3, 4]),
+    ],
+)
+def test_baselines_by_hand(baseline, first, second):
+    advantages = group_advantages(double([0, 1, 2, 5], [1, 1, 1, 5]), baseline=baseline, scale="none")
+    torch.testing.assert_close(advantages, double(first, second), rtol=1e-12, atol=1e-15)
+
+
+def test_standard_deviations_by_hand():
+    rewards = double([0, 1, 2, 5], [1, 1, 1, 5])
+    for scale, stds in (("group", [math.sqrt(14 / 3), 2.0]), ("batch", [math.sqrt(26 / 7)] * 2)):
+        expected = (rewards - 2) / (double(stds).T + 0.5)
+        torch.testing.assert_close(group_advantages(rewards, scale=scale, eps=0.5), expected, rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize(("baseline", "scale"), EVERY_PAIR)

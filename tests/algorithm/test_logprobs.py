@@ -34,11 +34,9 @@ def tiny_gemma2(cap):
 
 def uneven_rows(padding=0):
     """Right-padded sequences, prompt lengths and completion mask of four rows, one without a completion."""
-    generator = torch.Generator().manual_seed(1)
-    S = max(p + c for p, c in zip(PROMPTS, COMPLETIONS, strict=True))
-    ids_BS = torch.randint(3, V, (4, S), generator=generator)
-    for b, (p, c) in enumerate(zip(PROMPTS, COMPLETIONS, strict=True)):
-        ids_BS[b, p + c :] = padding
+    ids_BS = torch.randint(3, V, (4, 9), generator=torch.Generator().manual_seed(1))
+    for b in range(4):
+        ids_BS[b, PROMPTS[b] + COMPLETIONS[b] :] = padding
     mask_BT = completion_mask(torch.zeros(4, max(COMPLETIONS)), torch.tensor(COMPLETIONS))
     return ids_BS, torch.tensor(PROMPTS), mask_BT
 
@@ -49,18 +47,17 @@ def reference(model, temperature, ids_BS, allowed=None):
     ``allowed``: for each completion token of all rows, the ids that the softmax is over; empty: all.
     """
     allowed = iter(allowed or [[]] * sum(COMPLETIONS))
-    logprobs, entropies = [], []
-    for ids, p, c in zip(ids_BS, PROMPTS, COMPLETIONS, strict=True):
-        row_logprobs, row_entropies = ([torch.zeros(())] * max(COMPLETIONS) for _ in range(2))
-        logits = model(input_ids=ids[None, : p + c]).logits[0] / temperature  # no padding at all
+    logprobs_BT = torch.zeros(4, max(COMPLETIONS), dtype=model.dtype)
+    entropies_BT = torch.zeros_like(logprobs_BT)
+    for b, (p, c) in enumerate(zip(PROMPTS, COMPLETIONS, strict=True)):
+        ids_S = ids_BS[b, : p + c]  # no padding at all
+        logits_SV = model(input_ids=ids_S[None]).logits[0] / temperature
         for t in range(c):
             over = torch.tensor(next(allowed) or range(V))
-            distribution = logits[p + t - 1][over].log_softmax(dim=0)
-            row_logprobs[t] = distribution[over == ids[p + t]].squeeze()
-            row_entropies[t] = -(distribution.exp() * distribution).sum()
-        logprobs.append(torch.stack(row_logprobs))
-        entropies.append(torch.stack(row_entropies))
-    return torch.stack(logprobs), torch.stack(entropies)
+            distribution = logits_SV[p + t - 1][over].log_softmax(dim=0)
+            logprobs_BT[b, t] = distribution[over == ids_S[p + t]].squeeze()
+            entropies_BT[b, t] = -(distribution.exp() * distribution).sum()
+    return logprobs_BT, entropies_BT
 
 
 def gradients_of(model, logprobs_BT):
@@ -88,17 +85,12 @@ def test_two_by_three_by_four_by_hand():
 
 
 def test_gradient_is_one_hot_minus_softmax_over_the_temperature():
-    generator = torch.Generator().manual_seed(3)
-    logits = torch.randn(2, 3, 4, generator=generator, dtype=torch.float64, requires_grad=True)
-    labels = torch.tensor([[0, 3, -100], [1, 1, 2]])
-    weights = torch.tensor([[1.0, -2.0, 5.0], [0.5, 3.0, 1.0]], dtype=torch.float64)
-    (logprobs_from_logits(logits, labels, temperature=0.7) * weights).sum().backward()
-    for b, row in enumerate(labels.tolist()):
-        for t, label in enumerate(row):
-            exponentials = [math.exp(x / 0.7) for x in logits[b, t].tolist()]
-            for v in range(4):
-                slope = ((v == label) - exponentials[v] / sum(exponentials)) / 0.7 * weights[b, t].item()
-                assert logits.grad[b, t, v].item() == pytest.approx(0.0 if label == -100 else slope, abs=1e-12)
+    # Probabilities 1/10, 2/10, 3/10, 4/10 at temperature 1/2; a gradient of 5 for label 2, of any for none.
+    logits = torch.tensor([[1.0, 2.0, 3.0, 4.0]] * 2, dtype=torch.float64).log().mul(0.5).requires_grad_()
+    logprobs = logprobs_from_logits(logits, torch.tensor([2, -100]), temperature=0.5)
+    (logprobs * torch.tensor([5.0, 7.0])).sum().backward()
+    expected = [[-1, -2, 7, -4], [0, 0, 0, 0]]  # 5 / 0.5 * (one-hot - softmax)
+    torch.testing.assert_close(logits.grad, torch.tensor(expected, dtype=torch.float64))
 
 
 def test_entropy_is_not_negative_at_a_low_temperature():
@@ -145,20 +137,17 @@ def test_a_softmax_over_the_allowed_tokens_by_hand():
         assert not gradient[slopes == 0].any()
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_left_out_logits_stay_finite_at_every_temperature(dtype):
-    logits = 30 * torch.randn(4, 50, generator=torch.Generator().manual_seed(0)).to(dtype)
-    labels, allowed = torch.arange(4), allowed_of([0, 7, 9], [1], [2, 3], [3, 4, 49])
-    for temperature in (0.01, 0.7, 1.0, 3.0):
-        expected = [
-            (logits[n][ids.long()].double() / temperature).log_softmax(dim=0)
-            for n, ids in enumerate(allowed.ids_K.split(allowed.counts.tolist()))
-        ]
+    logits = 30 * torch.randn(1, 50, generator=torch.Generator().manual_seed(0)).to(dtype)
+    for temperature in (0.01, 0.7, 3.0):
+        expected = (logits[0, [2, 3]].double() / temperature).log_softmax(dim=0)
+        entropy = -(expected.exp() * expected).sum()
         for score in (_ScoreLogits.apply, score_logits):
-            logprobs, entropies = score(keep_only_(logits.clone(), allowed, temperature), labels, temperature)
-            for n, of_allowed in enumerate(expected):
-                assert logprobs[n].item() == pytest.approx(of_allowed[0].item(), rel=1e-5, abs=1e-5)
-                assert entropies[n].item() == pytest.approx(-(of_allowed.exp() * of_allowed).sum().item(), abs=1e-4)
+            kept = keep_only_(logits.clone(), allowed_of([2, 3]), temperature)
+            logprobs, entropies = score(kept, torch.tensor([2]), temperature)
+            assert logprobs.item() == pytest.approx(expected[0].item(), rel=1e-5, abs=1e-5)
+            assert entropies.item() == pytest.approx(entropy.item(), abs=1e-4)
 
 
 # --- whole models
@@ -190,44 +179,26 @@ def test_scorer_agrees_with_the_full_logits_in_float64(temperature):
     assert_agrees_with_float64(tiny_qwen2, temperature, chunks=(1, 5, 1000))
 
 
-def random_allowed(ids_BS, lengths_B, mask_BT):
-    """For each completion token the ids allowed, its own among them, as lists and as tensors; every fourth: all."""
-    generator = torch.Generator().manual_seed(5)
-    tokens = [ids_BS[b, p + t].item() for b, p in enumerate(lengths_B) for t in range(int(mask_BT[b].sum()))]
-    sizes = [0 if n % 4 == 3 else int(torch.randint(1, 20, (), generator=generator)) for n in range(len(tokens))]
-    allowed = [
-        sorted({token, *torch.randint(V, (size - 1,), generator=generator).tolist()}) if size else []
-        for token, size in zip(tokens, sizes, strict=True)
-    ]
-    counts_BT = torch.zeros(mask_BT.shape, dtype=torch.int32)
-    counts_BT[mask_BT] = torch.tensor([len(ids) for ids in allowed], dtype=torch.int32)
-    return allowed, AllowedTokens(torch.tensor([v for ids in allowed for v in ids]).int(), counts_BT)
-
-
 @pytest.mark.parametrize("build_model", [tiny_qwen2, lambda: tiny_gemma2(cap=1.0)], ids=["plain head", "capped"])
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_a_softmax_over_the_allowed_tokens_agrees_with_float64(build_model, temperature):
-    """Whole and in chunks of 1 and 5 tokens, packed and padded."""
+def test_a_softmax_over_the_allowed_tokens_agrees_with_float64(build_model):
+    """In chunks of 1 and 5 tokens and whole, packed and padded; each third token may be any."""
     inputs = uneven_rows()
-    ids, allowed = random_allowed(*inputs)
-    expected_BT = assert_agrees_with_float64(build_model, temperature, (1, 5, 1000), ids, allowed)
-    scorer, why_padded = checked(build_model(), temperature)
+    ids_BS, prompt_lengths_B, mask_BT = inputs
+    ids = []
+    for b, t in mask_BT.nonzero().tolist():
+        own = ids_BS[b, prompt_lengths_B[b] + t].item()
+        ids.append(sorted({own, 3, 10 + b, 20 + t}) if len(ids) % 3 else [])
+    counts_BT = torch.zeros(mask_BT.shape, dtype=torch.int32)
+    flat = allowed_of(*ids)
+    counts_BT[mask_BT] = flat.counts
+    allowed = AllowedTokens(flat.ids_K, counts_BT)
+    expected_BT = assert_agrees_with_float64(build_model, 0.7, (1, 5, 1000), ids, allowed)
+    scorer, why_padded = checked(build_model(), 0.7)
     if why_padded is None:
         packed_BT, _ = scorer(*inputs, torch.arange(4), allowed)
         torch.testing.assert_close(packed_BT.double(), expected_BT, rtol=0, atol=1e-5)
     whole_BT, _ = scorer(*inputs)
     assert (whole_BT - expected_BT).abs().max() > 0.1  # the allowed tokens make a difference
-
-
-def test_a_float64_model_is_scored_in_float64():
-    # The norms and rotations of other models compute in fp32.
-    model = build("gpt2", GPT2).double()
-    ids_BS, lengths_B, mask_BT = uneven_rows()
-    expected_BT, expected_entropies_BT = reference(model, 0.7, ids_BS)
-    scorer, _ = checked(model, 0.7)
-    logprobs_BT, entropies_BT = scorer(ids_BS, lengths_B, mask_BT)
-    torch.testing.assert_close(logprobs_BT, expected_BT, rtol=0, atol=1e-12)
-    torch.testing.assert_close(entropies_BT, expected_entropies_BT, rtol=0, atol=1e-12)
 
 
 def test_chunks_bound_the_logits(monkeypatch):
@@ -243,73 +214,63 @@ def test_chunks_bound_the_logits(monkeypatch):
     assert rows_of_logits == [5, 5, 2] * 2  # and once more in the backward pass
 
 
-@pytest.mark.parametrize("bias", [False, True])
-def test_chunks_add_up_their_gradients_in_the_weights_precision(bias):
+def test_chunks_add_up_their_gradients_in_the_weights_precision():
     """600 chunks of one token under bf16 autocast: each is rounded to bf16, their sum is not."""
     generator = torch.Generator().manual_seed(0)
-    hidden_NH = torch.randn(600, 8, generator=generator)
-    head = torch.nn.Linear(8, V, bias=bias)
-    labels_N, grads_N = torch.randint(V, (600,), generator=generator), torch.rand(600, generator=generator)
+    # Exact in bf16, so that the gradient's own rounding is all there is.
+    hidden_NH = torch.randn(600, 8, generator=generator).bfloat16().float().requires_grad_()
+    head = torch.nn.Linear(8, V).bfloat16().float()
+    inputs = [hidden_NH, *head.parameters()]
+    labels_N = torch.randint(V, (600,), generator=generator)
+    weights_N = torch.rand(600, generator=generator)
 
     def gradients(n, dtype):
-        inputs = [hidden_NH.clone().requires_grad_(), *head.parameters()]
-        scored = grpo.algorithm.logprobs._ScoreHiddenInChunks.apply(
-            inputs[0], head.weight, head.bias, labels_N, 0.7, n, dtype
-        )
-        return torch.autograd.grad((scored[0] * grads_N).sum(), inputs)
+        score = grpo.algorithm.logprobs._ScoreHiddenInChunks.apply
+        logprobs_N, _ = score(*inputs, labels_N, 0.7, n, dtype)
+        return torch.autograd.grad((logprobs_N * weights_N).sum(), inputs)
 
-    with torch.no_grad():  # exact in bf16, so that the gradient's own rounding is all there is
-        for tensor in (hidden_NH, *head.parameters()):
-            tensor.copy_(tensor.bfloat16())
     for exact, found in zip(gradients(600, torch.float32), gradients(1, torch.bfloat16), strict=True):
         assert found.dtype == torch.float32
         assert float((found - exact).norm() / exact.norm()) < 5e-3
 
 
-@pytest.mark.parametrize("padding", [0, 2, 63])
-def test_padding_on_the_right_has_no_influence(padding):
+def test_padding_on_the_right_has_no_influence():
     scorer, _ = checked(tiny_qwen2())
     plain = scorer(*uneven_rows(padding=17))
-    for one, other in zip(plain, scorer(*uneven_rows(padding)), strict=True):
-        assert torch.equal(one, other)
-    ids_BS, lengths_B, mask_BT = uneven_rows()
-    wider = torch.cat([ids_BS, torch.full((4, 5), padding)], dim=1), lengths_B, torch.nn.functional.pad(mask_BT, (0, 3))
-    torch.testing.assert_close(scorer(*wider)[0][:, : mask_BT.shape[1]], plain[0], rtol=0, atol=1e-6)
+    for padding in (0, 2, 63):
+        for one, other in zip(plain, scorer(*uneven_rows(padding)), strict=True):
+            assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("build_model", [tiny_qwen2, lambda: tiny_gemma2(cap=1.0)], ids=["plain head", "capped"])
-@pytest.mark.parametrize("keeps", [False, True])
-def test_nothing_to_score_still_has_a_graph(build_model, keeps):
+def test_nothing_to_score_still_has_a_graph(build_model):
     model = build_model()
     ids_BS, lengths_B, mask_BT = uneven_rows()
-    allowed = AllowedTokens(torch.zeros(0).int(), mask_BT.int() * 0) if keeps else None
     scorer, _ = checked(model)
-    logprobs_BT, entropies_BT = scorer(ids_BS, lengths_B, mask_BT & False, None, allowed)
-    assert not logprobs_BT.any() and not entropies_BT.any()
-    assert all(not gradient.any() for gradient in gradients_of(model, logprobs_BT).values())
+    for allowed in (None, AllowedTokens(torch.zeros(0).int(), mask_BT.int() * 0)):
+        logprobs_BT, entropies_BT = scorer(ids_BS, lengths_B, mask_BT & False, None, allowed)
+        assert not logprobs_BT.any() and not entropies_BT.any()
+        assert all(not gradient.any() for gradient in gradients_of(model, logprobs_BT).values())
 
 
-ARCHITECTURES = {  # name -> (how to build it, whether its logits are nothing but head(hidden))
-    "gemma2, capped at 1": (lambda: tiny_gemma2(cap=1.0), False),
-    "cohere, times 1/16": (lambda: build("cohere", SIZES), False),
-    "granite, over 8": (lambda: build("granite", SIZES | dict(logits_scaling=8.0)), False),
-    "gpt2": (lambda: build("gpt2", GPT2), True),
-    "qwen2, tied": (lambda: build("qwen2", SIZES | dict(tie_word_embeddings=True)), True),
-}
-
-
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_logits_that_are_scaled_or_capped_are_scored_right(name):
-    build_model, is_plain = ARCHITECTURES[name]
-    assert_agrees_with_float64(build_model, 0.7, chunks=[5])
-    assert checked(build_model())[0].plain_head == is_plain
+@pytest.mark.parametrize(
+    ("model_type", "settings", "is_plain"),
+    [
+        ("cohere", SIZES, False),  # times 1/16
+        ("granite", SIZES | dict(logits_scaling=8.0), False),
+        ("gpt2", GPT2, True),
+        ("qwen2", SIZES | dict(tie_word_embeddings=True), True),
+    ],
+)
+def test_logits_that_are_scaled_are_scored_right(model_type, settings, is_plain):
+    assert_agrees_with_float64(lambda: build(model_type, settings), 0.7, chunks=[5])
+    assert checked(build(model_type, settings))[0].plain_head == is_plain
 
 
 def test_a_cap_is_seen_while_the_logits_are_still_small():
     """Gemma 2's own cap of 30 does not show on logits of 0.3, but does once training has made them large."""
     model = tiny_gemma2(cap=30.0)
     scorer, _ = checked(model)
-    scorer(*uneven_rows())
     with torch.no_grad():
         model.lm_head.weight.mul_(200.0)
     expected_BT, _ = reference(model, 1.0, uneven_rows()[0])

@@ -10,22 +10,19 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="PyTorch can u
 
 
 @pytest.mark.parametrize(
-    ("listed", "device", "hidden", "is_refused"),
+    ("has_driver", "device", "hidden", "is_refused"),
     [
-        ("GPU 0: NVIDIA H200\nGPU 1: NVIDIA H200", "auto", None, True),
-        ("GPU 0: NVIDIA H200", "cpu", None, False),
-        ("GPU 0: NVIDIA H200", "auto", "", False),
-        ("GPU 0: NVIDIA H200", "auto", "-1", False),
-        ("No devices were found", "auto", None, False),
-        (None, "auto", None, False),
-        (None, "cuda", None, True),
+        (True, "auto", None, True),
+        (True, "cpu", None, False),
+        (True, "auto", "", False),
+        (True, "auto", "-1", False),
+        (False, "auto", None, False),
+        (False, "cuda", None, True),
     ],
 )
-def test_gpus_that_pytorch_cannot_use(tmp_path, monkeypatch, listed, device, hidden, is_refused):
-    """``listed``: what ``nvidia-smi`` prints; None: there is no such program."""
-    if listed is not None:
-        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\necho '{listed}'\n")
-        (tmp_path / "nvidia-smi").chmod(0o755)
+def test_gpus_that_pytorch_cannot_use(tmp_path, monkeypatch, has_driver, device, hidden, is_refused):
+    if has_driver:
+        (tmp_path / "nvidia-smi").touch(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if hidden is not None:

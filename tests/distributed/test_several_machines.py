@@ -37,23 +37,20 @@ def test_two_agents_on_loopback(tmp_path, random_model):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("differing", ["optim.learning_rate", "model.name_or_path", "reward.functions"])
+@pytest.mark.parametrize("differing", ["optim.learning_rate", "model.name_or_path"])
 def test_ranks_that_differ_do_not_train(tmp_path, random_model, differing):
-    """Each machine has its own folders; what differs is a setting, a weight of the model, or the reward's source."""
+    """Each machine has its own folders; what differs is a setting, or a weight of the model."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     ranks = []
     for rank in range(2):
         own = tmp_path / f"machine-{rank}"
         shutil.copytree(random_model, own / "model")
-        (own / "mine.py").write_text("def mine(completions, **columns):\n    return [0.0] * len(completions)\n")
         if rank == 1 and differing == "model.name_or_path":
             weights = load_file(own / "model" / "model.safetensors")
             next(iter(weights.values())).view(-1)[0] += 1
             save_file(weights, own / "model" / "model.safetensors", metadata={"format": "pt"})
-        if rank == 1 and differing == "reward.functions":
-            (own / "mine.py").write_text("def mine(completions, **columns):\n    return [1.0] * len(completions)\n")
-        arguments = [*small_run(own / "model", own / "run"), f'reward.functions=[{{name: "{own}/mine.py:mine"}}]']
+        arguments = small_run(own / "model", own / "run")
         arguments += [f"optim.learning_rate={1 + rank}e-3"] if differing == "optim.learning_rate" else []
         launch = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": port}
         launch |= {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": 1}

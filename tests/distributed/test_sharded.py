@@ -80,9 +80,6 @@ def test_the_weights_and_completions_are_those_of_ddp(whole_run, sharded_run):
     assert ids(whole_run, range(STEPS)) == ids(sharded_run, range(STEPS))
     for expected, found in zip(lines(whole_run), lines(sharded_run), strict=True):
         assert found == pytest.approx(expected, rel=1e-2, abs=1e-5)
-    counted = ("num_tokens", "completions/mean_length", "reward", "reward_std", "rewards/share_of_digits/std")
-    for expected, found in zip(lines(whole_run), lines(sharded_run), strict=True):
-        assert {name: found.get(name) for name in counted} == {name: expected.get(name) for name in counted}
     files = {path.name for path in (whole_run / f"checkpoint-{STEPS}").iterdir()}
     assert files == {path.name for path in (sharded_run / f"checkpoint-{STEPS}").iterdir()}
 
@@ -136,25 +133,6 @@ def test_replicas_of_shards_with_offload_and_a_reduction_each_time(folder):
     assert difference(run / "checkpoint-2", expected / "checkpoint-2") <= 1e-5
     assert ids(run, range(2)) == ids(expected, range(2))
     assert lines(run)[-1] == pytest.approx(lines(expected)[-1], rel=1e-2, abs=1e-5)
-
-
-def test_the_reference_in_bf16_begins_as_the_policy(tmp_path):
-    """Its linear layers, an untied head among them, are bf16, and the first log-probs are the policy's to the bit."""
-    save_random_model(tmp_path / "model", tie_word_embeddings=False)
-    options = ["runtime.precision=bf16", "algorithm.ref_sync_steps=0", "algorithm.ref_sync_alpha=1"]
-    options += ["algorithm.num_iterations=1", "optim.max_steps=2", "eval.before_training=false"]
-    kl = [line["kl"] for line in lines(train(tmp_path, "bf16", *options, ranks=2)) if "kl" in line]
-    assert kl[0] == 0 and kl[1] > 0
-
-
-def test_a_run_goes_from_ddp_to_fsdp_and_back(folder, whole_run):
-    """Two ranks under DDP, three under FSDP, and one: the same run to rounding."""
-    changes = ["checkpoint.accept_changes=true", f"checkpoint.resume={whole_run / 'checkpoint-2'}"]
-    fsdp = train(folder, "to-fsdp", *changes, "optim.max_steps=4", ranks=3)
-    changes[1:] = [f"checkpoint.resume={fsdp / 'checkpoint-4'}", "runtime.parallel=ddp"]
-    ddp = train(folder, "to-ddp", *changes, "optim.max_steps=6", ranks=1)
-    assert difference(ddp / "checkpoint-6", whole_run / "checkpoint-6") <= 1e-5
-    assert ids(fsdp, range(2, 4)) + ids(ddp, range(4, 6)) == ids(whole_run, range(2, 6))
 
 
 def test_lora_is_that_of_ddp_and_continues_with_the_same_bits(folder):

@@ -15,9 +15,7 @@ from grpo.data.tiny import build_tokenizer
 
 pytestmark = pytest.mark.slow
 KINDS = {
-    "whole": ["algorithm.beta=0"],
     "whole, with a reference": ["algorithm.beta=0.05"],
-    "adapter": ["lora.rank=4", "algorithm.beta=0.05"],
     "adapter, with a reference that moves": ["lora.rank=4", "algorithm.beta=0.05", "algorithm.ref_sync_steps=1"],
 }
 

@@ -9,16 +9,13 @@ from concurrent.futures import Future
 
 import pytest
 import torch
-from architectures import SIZES
 from conftest import load
 from faulty_vllm import FaultyServer
-from safetensors.torch import load_file
-from transformers import MixtralConfig, MixtralForCausalLM
 
 from grpo.algorithm.batch import Problem
 from grpo.algorithm.seeding import derive_seed
 from grpo.config import RuntimeConfig
-from grpo.distributed import start_world, whole_trained_weights
+from grpo.distributed import start_world
 from grpo.model.lora import add_adapter
 from grpo.rollout import SamplingParams
 from grpo.vllm.client import Server, ServerError
@@ -77,7 +74,7 @@ def test_requests_say_everything_and_two_servers_share_them(server, build, rando
         version = engine.version
         assert engine.generate([], SAMPLED, seed_key=SEED_KEY) == []  # a rank without problems
     other.stop()
-    assert [group.problem for group in groups] == PROBLEMS and [len(group.completions) for group in groups] == [4, 4, 4]
+    assert [group.problem for group in groups] == PROBLEMS
     completions = [completion for group in groups for completion in group.completions]
     assert sum(tokens) == sum(len(c.ids) for c in completions)
     assert all(c.finished == (c.ids[-1] in engine.policy.eos_ids) for c in completions)
@@ -146,42 +143,19 @@ def test_a_missed_update_shows(server, build):
         sample(engine)
 
 
-def refuse(route, status):
-    return lambda server: setattr(server, "status", lambda asked: status if asked == route else 200)
-
-
-REFUSED = {
-    "--logprobs-mode processed_logprobs": lambda server: server.settings["model_config"].update(logprobs_mode="raw"),
-    r"refuses /server_info.* \(status 404\)": refuse("/server_info", 404),
-    "does not answer /v1/models": lambda server: server.stop(),
-}
-
-
-@pytest.mark.parametrize("message", REFUSED)
-def test_a_server_that_cannot_sample_for_the_policy(server, build, message):
-    REFUSED[message](server)
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (lambda s: s.settings["model_config"].update(logprobs_mode="raw"), "--logprobs-mode processed_logprobs"),
+        (lambda s: setattr(s, "status", lambda route: 404), r"refuses /v1/models \(status 404\)"),
+        (lambda s: s.stop(), "does not answer /v1/models"),
+    ],
+)
+def test_a_server_that_cannot_sample_for_the_policy(server, build, fault, message):
+    fault(server)
     with pytest.raises(ServerError, match=message) as error:
         build(server, timeout_s=5)
     assert server.address in str(error.value) and "\n" not in str(error.value)
-
-
-def test_weights_of_a_mixture_have_the_names_of_the_hub(random_model, tmp_path):
-    """As in mistralai/Mixtral-8x7B-v0.1; in the model the experts of a layer are one tensor."""
-    MixtralForCausalLM(MixtralConfig(**SIZES | dict(vocab_size=300, num_local_experts=4))).save_pretrained(
-        tmp_path / "model"
-    )
-    load(random_model).tokenizer.save_pretrained(tmp_path / "model")
-    policy = load(tmp_path / "model")
-    folder = WeightsFolder(str(tmp_path)).write(policy, whole_trained_weights(policy.trained), "v")
-    assert "model.layers.1.block_sparse_moe.experts.3.w2.weight" in load_file(folder / "model.safetensors")
-
-
-def test_a_policy_that_computes_nan_is_not_blamed_on_the_server(server, build):
-    engine = build(server)
-    with torch.no_grad():
-        engine.policy.model.get_output_embeddings().weight[7] = torch.nan
-    with pytest.raises(ValueError, match="the model computes NaN"):
-        sample(engine)
 
 
 def changed(**changes):
@@ -209,7 +183,8 @@ def test_an_answer_that_is_no_completion(server, build, message):
 
 
 def test_a_request_that_fails_is_not_repeated(server, build):
-    engine, asked = build(server), []
+    engine = build(server)
+    asked = []
 
     def refuse(route):
         asked.append(route)
@@ -229,15 +204,6 @@ def test_a_server_that_stalls(server, build):
             engine.generate(PROBLEMS, SAMPLED, seed_key=SEED_KEY)
 
 
-def test_a_server_whose_engine_has_died_and_that_does_not_answer(server, build, monkeypatch):
-    """vLLM's front end answers /health with 503 then, and may keep the requests for ever."""
-    monkeypatch.setattr("grpo.vllm.client.HEALTH_SECONDS", 0.2)
-    engine, server.change_answer = build(server), lambda answer: time.sleep(30)
-    server.status = lambda route: 503 if route == "/health" else 200
-    with pytest.raises(ServerError, match=r"refuses /health \(status 503\)"):
-        sample(engine)
-
-
 class Interrupted(Exception):
     pass
 
@@ -249,7 +215,7 @@ def test_a_signal_interrupts_a_rollout(server, build):
         raise Interrupted
 
     before = signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, 2.0)
+    signal.setitimer(signal.ITIMER_REAL, 0.5)
     try:
         with pytest.raises(Interrupted):
             sample(engine)
