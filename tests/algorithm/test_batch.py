@@ -163,11 +163,14 @@ def test_microbatch_rows_by_hand():
 def test_many_short_completions_of_a_long_prompt_are_divided():
     """The rows of a micro-batch attend to at most 8 prompt tokens for each token of its budget."""
     completion = Completion((5,), "", True)
-    batch = collate([Group(Problem(0, "", (3, 4, 5, 6)), (completion,) * 16)], torch.zeros(1, 16), pad_id=PAD)
-    assert [len(rows) for rows in microbatch_rows(batch, 20, packed=True)] == [16]
-    assert [len(rows) for rows in microbatch_rows(batch, 7, packed=True)] == [3, 3, 3, 3, 3, 1]  # 4 + 3 tokens
-    long = collate([Group(Problem(0, "", (3,) * 40), (completion,) * 16)], torch.zeros(1, 16), pad_id=PAD)
-    assert [len(rows) for rows in microbatch_rows(long, 60, packed=True)] == [12, 4]  # 12 x 40 = 8 x 60
+    for prompt_length, tokens, expected in (
+        (4, 20, [16]),
+        (4, 7, [3, 3, 3, 3, 3, 1]),  # 4 + 3 tokens
+        (40, 60, [12, 4]),  # 12 x 40 = 8 x 60
+    ):
+        group = Group(Problem(0, "", (3,) * prompt_length), (completion,) * 16)
+        batch = collate([group], torch.zeros(1, 16), pad_id=PAD)
+        assert [len(rows) for rows in microbatch_rows(batch, tokens, packed=True)] == expected
 
 
 @pytest.mark.parametrize("packed", [False, True])

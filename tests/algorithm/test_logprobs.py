@@ -70,27 +70,14 @@ def gradients_of(model, logprobs_BT):
 # --- logits to log-probs
 
 
-def test_two_by_three_by_four_by_hand():
-    # Logits are logs of weights, so that a probability is weight / sum of weights.
-    weights = [
-        [[1, 2, 3, 4], [1, 1, 1, 1], [8, 4, 2, 2]],
-        [[5, 3, 1, 1], [1, 9, 1, 9], [6, 2, 1, 1]],
-    ]
-    labels = torch.tensor([[2, 0, 0], [3, 1, -100]])
-    expected = [[3 / 10, 1 / 4, 1 / 2], [1 / 10, 9 / 20, 1.0]]  # ln 1 = 0 where nothing is scored
-    logprobs = logprobs_from_logits(torch.tensor(weights, dtype=torch.float64).log(), labels)
-    assert logprobs.dtype == torch.float64
-    torch.testing.assert_close(logprobs.exp(), torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=0)
-    assert logprobs[1, 2].item() == 0.0
-
-
-def test_gradient_is_one_hot_minus_softmax_over_the_temperature():
-    # Probabilities 1/10, 2/10, 3/10, 4/10 at temperature 1/2; a gradient of 5 for label 2, of any for none.
-    logits = torch.tensor([[1.0, 2.0, 3.0, 4.0]] * 2, dtype=torch.float64).log().mul(0.5).requires_grad_()
-    logprobs = logprobs_from_logits(logits, torch.tensor([2, -100]), temperature=0.5)
-    (logprobs * torch.tensor([5.0, 7.0])).sum().backward()
-    expected = [[-1, -2, 7, -4], [0, 0, 0, 0]]  # 5 / 0.5 * (one-hot - softmax)
-    torch.testing.assert_close(logits.grad, torch.tensor(expected, dtype=torch.float64))
+def test_log_probs_by_hand():
+    # Logits are logs of weights, so that a probability is weight / sum of weights; at temperature 1/2 they are squared.
+    weights = torch.tensor([[1, 2, 3, 4], [8, 4, 2, 2], [6, 2, 1, 1]], dtype=torch.float64)
+    labels = torch.tensor([2, 0, -100])
+    logprobs = logprobs_from_logits(weights.log(), labels)
+    assert logprobs.exp().tolist() == pytest.approx([3 / 10, 1 / 2, 1.0]) and logprobs.dtype == torch.float64
+    logprobs = logprobs_from_logits(weights.log(), labels, temperature=0.5)
+    assert logprobs.exp().tolist() == pytest.approx([9 / 30, 64 / 88, 1.0])
 
 
 def test_entropy_is_not_negative_at_a_low_temperature():
@@ -135,19 +122,6 @@ def test_a_softmax_over_the_allowed_tokens_by_hand():
         (gradient,) = torch.autograd.grad(logprobs.sum(), logits)
         torch.testing.assert_close(gradient, slopes, rtol=1e-6, atol=1e-6)
         assert not gradient[slopes == 0].any()
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_left_out_logits_stay_finite_at_every_temperature(dtype):
-    logits = 30 * torch.randn(1, 50, generator=torch.Generator().manual_seed(0)).to(dtype)
-    for temperature in (0.01, 0.7, 3.0):
-        expected = (logits[0, [2, 3]].double() / temperature).log_softmax(dim=0)
-        entropy = -(expected.exp() * expected).sum()
-        for score in (_ScoreLogits.apply, score_logits):
-            kept = keep_only_(logits.clone(), allowed_of([2, 3]), temperature)
-            logprobs, entropies = score(kept, torch.tensor([2]), temperature)
-            assert logprobs.item() == pytest.approx(expected[0].item(), rel=1e-5, abs=1e-5)
-            assert entropies.item() == pytest.approx(entropy.item(), abs=1e-4)
 
 
 # --- whole models

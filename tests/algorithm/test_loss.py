@@ -111,27 +111,13 @@ def test_cispo_by_hand():
     assert totals(example(objective="reinforce")[2], *CLIPPED) == [0, 0, 0]
 
 
-# d = ln(ref / new): ln 2 at row 0's last token, -ln 2 at row 1's first, else 0.
-@pytest.mark.parametrize(
-    ("estimator", "up", "down", "gradient_up", "gradient_down"),
-    [
-        ("k1", -LN2, LN2, 1, 1),  # -d; d' = -1
-        ("k2", LN2**2 / 2, LN2**2 / 2, -LN2, LN2),  # d^2 / 2
-        ("k3", 1 - LN2, -0.5 + LN2, -1, 0.5),  # e^d - d - 1: 2 - ln 2 - 1 and 1/2 + ln 2 - 1
-    ],
-)
-def test_kl_estimators_by_hand(estimator, up, down, gradient_up, gradient_down):
-    loss, gradient_BT, stats = example(torch.zeros(4), beta=0.5, kl_estimator=estimator)
-    assert loss == close(0.5 * (up + down))
-    expected = MASK.double() * (0.5 if estimator == "k1" else 0.0)  # k1's slope is 1 everywhere
-    expected[0, 2] = 0.5 * gradient_up
-    expected[1, 0] = 0.5 * gradient_down
-    assert_close(gradient_BT, expected.tolist())
-    assert stats["kl"][0].item() == pytest.approx(up + down, abs=1e-6) and stats["kl"][1].item() == 9
-
-
-def test_unbiased_kl_by_hand():
-    # k3 is 1 - ln 2 at row 0's last token, of ratio .5, and ln 2 - 1/2 at row 1's first, of ratio 1.5.
+def test_kl_by_hand():
+    # d = ln(ref / new) is ln 2 at row 0's last token, of ratio .5, and -ln 2 at row 1's first, of ratio 1.5; else 0.
+    # k3 = e^d - d - 1 is 1 - ln 2 and ln 2 - 1/2 there; its slope 1 - e^d is -1 and 1/2.
+    loss, gradient_BT, stats = example(torch.zeros(4), beta=0.5)
+    assert loss == close(0.5 * (1 - LN2 + LN2 - 0.5))
+    assert_close(gradient_BT, [[0, 0, -0.5], [0.25, 0, 0], [0, 0, 0], [0, 0, 0]])
+    assert stats["kl"][0].item() == pytest.approx(0.5, abs=1e-6) and stats["kl"][1].item() == 9
     loss, gradient_BT, _ = example(torch.zeros(4), beta=0.5, unbiased_kl=True)
     assert loss == close(0.5 * (0.5 * (1 - LN2) + 1.5 * (LN2 - 0.5)))
     # d(rho k3)/d(lp) = rho (k3 + 1 - e^d): at row 0 .5 (1 - ln 2 - 1), at row 1 1.5 (ln 2 - 1/2 + 1/2), elsewhere 0.

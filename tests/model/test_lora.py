@@ -5,18 +5,18 @@ import shutil
 import peft
 import pytest
 import torch
-from architectures import SIZES
+from architectures import SIZES, build
 from conftest import load, save_random_model, small_run
 from outputs import lines
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM
 
 from grpo.algorithm.batch import Completion, Group, Problem, collate
 from grpo.algorithm.logprobs import CompletionScorer
 from grpo.commands.merge import main as merge
 from grpo.config import load_config
 from grpo.distributed import saved_names, start_world
-from grpo.model import save_weights, store_frozen_in_bf16, write_merged
+from grpo.model import Policy, save_weights, store_frozen_in_bf16, write_merged
 from grpo.model.lora import (
     AdapterReference,
     adapter_parameters,
@@ -119,7 +119,7 @@ def test_without_its_adapter_the_model_is_the_base_to_the_bit(random_model, prec
     plain = load(random_model, packed=True, precision=precision)
     expected = scored(plain, CompletionScorer(plain.model), batch)
     policy = adapted(random_model, precision=precision, base_precision=base)
-    stored = policy.model.get_parameter("model.layers.0.mlp.up_proj.base_layer.weight")
+    stored = policy.model.model.layers[0].mlp.up_proj.base_layer.weight
     assert stored.dtype == (torch.bfloat16 if base == "bf16" else torch.float32)
     with_adapter = scored(policy, CompletionScorer(policy.model), batch)
     policy.model.train()
@@ -294,18 +294,10 @@ def test_an_adapter_that_is_more_or_less_than_a_sum_is_refused(random_model, tmp
         write_merged(folder, tmp_path / "merged")
 
 
-def test_all_linear_leaves_experts_and_routers_of_a_mixture_alone(tmp_path, random_model):
-    """And the model samples what it scores."""
-    experts = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, mlp_only_layers=[0])
-    sizes = SIZES | dict(vocab_size=300, head_dim=8, eos_token_id=1)
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(Qwen3MoeConfig(**sizes, **experts)).save_pretrained(tmp_path / "model")
-    load(random_model).tokenizer.save_pretrained(tmp_path / "model")
-    policy = adapted(tmp_path / "model", packed=False)
-    names = adapter_parameters(policy.model)
+def test_all_linear_leaves_experts_and_routers_of_a_mixture_alone():
+    experts = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, mlp_only_layers=[0], head_dim=8)
+    model = build("qwen3_moe", SIZES | experts)
+    add_adapter(Policy(model, None, (2,), 0, torch.device("cpu"), "fp32"), SETTINGS, base="")
+    names = adapter_parameters(model)
     assert len(names) == 2 * 8 and not any("experts" in name or "router" in name for name in names)
-    assert names.keys() == {name for name, p in policy.model.named_parameters() if p.requires_grad}
-    groups = BuiltinEngine(policy).generate(PROBLEMS, SamplingParams(4, 10), seed_key=(0, "rollout", 0))
-    batch = collate(groups, torch.zeros(2, 4), pad_id=0)
-    found = scored(policy, CompletionScorer(policy.model), batch)
-    torch.testing.assert_close(batch.sampling_logprobs_BT, found, atol=1e-4, rtol=1e-4)
+    assert names.keys() == {name for name, p in model.named_parameters() if p.requires_grad}

@@ -93,9 +93,10 @@ def test_longrope_is_refused_from_where_one_row_changes_the_others(tmp_path):
     for p in model.parameters():
         p.mul_(8 if p.dim() == 2 else 1)  # positions show
     ids_BS = torch.randint(3, V, (2, 65), generator=torch.Generator().manual_seed(0))
-    alone = model(ids_BS[:1, :10]).logits
-    torch.testing.assert_close(model(ids_BS[:, :64]).logits[:1, :10], alone, rtol=0, atol=1e-5)
-    assert not torch.allclose(model(ids_BS).logits[:1, :10], alone, rtol=0, atol=1e-3)
+    within = model(ids_BS[:, :64]).logits[:1, :10]
+    beyond = model(ids_BS).logits[:1, :10]
+    torch.testing.assert_close(model(ids_BS[:1, :10]).logits, within, rtol=0, atol=1e-5)
+    assert not torch.allclose(beyond, within, rtol=0, atol=1e-3)
     model.config.save_pretrained(tmp_path)
     problems = [Problem(0, "", tuple(range(40))), Problem(1, "", (1, 2))]
     check_context(str(tmp_path), problems, 24)

@@ -199,23 +199,6 @@ def test_logprobs_at_a_temperature_are_the_scorers(build, model, problems):
     assert differences(policy, groups, 0.7).max() <= 1e-4
 
 
-def test_first_tokens_have_the_frequencies_of_the_softmax(build, model, problems):
-    """2,000 samples: Pearson's chi-square over the tokens expected at least 8 times, and all others together."""
-    policy, n = load(model), 2000
-    engine = build("fp32", policy)
-    (group,) = rollout(engine, problems[:1], SamplingParams(n, 1))
-    with torch.no_grad():
-        logits_V = policy.model(input_ids=torch.tensor([problems[0].prompt_ids])).logits[0, -1]
-    expected_V = n * logits_V.double().softmax(dim=-1)
-    counts_V = torch.bincount(torch.tensor([c.ids[0] for c in group.completions]), minlength=len(expected_V)).double()
-    often_V = expected_V >= 8
-    expected = torch.cat([expected_V[often_V], expected_V[~often_V].sum()[None]])
-    counts = torch.cat([counts_V[often_V], counts_V[~often_V].sum()[None]])
-    chi_square, freedom = float(((counts - expected) ** 2 / expected).sum()), len(expected) - 1
-    assert freedom >= 3
-    assert chi_square < freedom + 5 * (2 * freedom) ** 0.5, (chi_square, freedom)  # its mean and 5 standard deviations
-
-
 @pytest.mark.parametrize(
     ("precision", "learning_rate", "most", "mean"),
     [("fp32", 1e-3, 1e-4, 1e-4), ("bf16", 1e-4, 1.0, 1e-2)],
