@@ -1,1 +1,2 @@
-"""The algorithm: batches, advantages, log-probs and the loss. Tensors in, tensors out; no configuration, no ranks."""
+"""The algorithm: batches, advantages, log-probs and the loss. Tensors in, tensors out; no
+configuration, no ranks."""

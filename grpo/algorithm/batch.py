@@ -1,6 +1,12 @@
-"""The records of a step, from a row of the dataset to a micro-batch. Masks are made here and nowhere else.
+"""The records of a step, from a row of the dataset to a micro-batch.
 
-Shapes: ``P`` problems, ``G`` completions each, ``B = P*G`` rows, ``T`` completion tokens, ``S`` tokens with the prompt.
+    P   problems                          T   tokens of the longest completion
+    G   completions of each problem       S   tokens of the longest prompt and completion
+    B   rows, P*G of them                 K   token ids that the sampler allowed, of all positions
+    M   minibatches of n rows
+
+Masks are made here and nowhere else, and from lengths: a token's value never says whether it is
+padding.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,9 +33,11 @@ class Problem:
     prompt_ids: tuple[int, ...]
     """The prompt as the model gets it: with system prompt, few-shot examples and chat template."""
     columns: dict[str, Any] = field(default_factory=dict)
-    """The other columns of the row, among them ``answer``; rewards get them as keyword arguments."""
+    """The other columns of the row, among them ``answer``; rewards get them as keyword
+    arguments."""
     reward_prompt: str | list[dict[str, str]] | None = None
-    """The prompt as rewards get it; ``None``: as in the row. With a list of messages, completions are messages too."""
+    """The prompt as rewards get it; ``None``: as in the row. With a list of messages, completions
+    are messages too."""
 
     @property
     def prompt_of_rewards(self) -> str | list[dict[str, str]]:
@@ -40,15 +48,19 @@ class Problem:
 
 
 class AllowedTokens(NamedTuple):
-    """The tokens that top-k, top-p and min-p allowed at each position (``rollout.keep_sampling_mask``).
+    """The tokens that top-k, top-p and min-p allowed at each position
+    (``rollout.keep_sampling_mask``).
 
-    Lists of token ids, one after the other: a mask of positions x vocabulary would be a thousand times larger.
+    Lists of token ids, one after the other: a mask of positions x vocabulary would be a thousand
+    times larger.
     """
 
     ids_K: Tensor
-    """int32: the ids allowed at the first position, then those at the second, ..., row after row."""
+    """int32: the ids allowed at the first position, then those at the second, ..., row after
+    row."""
     counts: Tensor
-    """int32 ``[T]`` of a completion, ``[B, T]`` of a batch: number of ids allowed at each position; 0: all tokens."""
+    """int32 ``[T]`` of a completion, ``[B, T]`` of a batch: number of ids allowed at each position;
+    0: all tokens."""
 
     def select(self, rows: Tensor, T: int) -> "AllowedTokens":
         """The allowed tokens of some rows of a batch; ``counts`` becomes ``[rows, T]``."""
@@ -58,7 +70,8 @@ class AllowedTokens(NamedTuple):
         return AllowedTokens(torch.cat(selected), self.counts[rows, :T])
 
     def split(self, n: int) -> list["AllowedTokens"]:
-        """The allowed tokens of each ``n`` positions in a row, where ``counts`` has one dimension."""
+        """The allowed tokens of each ``n`` positions in a row, where ``counts`` has one
+        dimension."""
         parts = []
         start = 0
         for counts_n in self.counts.split(n):
@@ -73,20 +86,25 @@ class Completion:
     """One sampled response to a problem."""
 
     ids: tuple[int, ...]
-    """Tokens up to and including the first EOS, at most ``max_completion_length`` of them, at least one."""
+    """Tokens up to and including the first EOS, at most ``max_completion_length`` of them, at least
+    one."""
     text: str
-    """The tokens decoded, with special tokens (in some models ``<think>`` is one), but without EOS, padding and stop
-    tokens that are no tags."""
+    """The tokens decoded, with special tokens (in some models ``<think>`` is one), but without EOS,
+    padding and stop tokens that are no tags."""
     finished: bool
-    """True if the response ended with EOS or a stop string, False if it was truncated at ``max_completion_length``."""
+    """True if the response ended with EOS or a stop string, False if it was truncated at
+    ``max_completion_length``."""
     sampling_logprobs: tuple[float, ...] = ()
-    """Log-probability of each token at the sampling temperature, as computed while sampling; empty if greedy."""
+    """Log-probability of each token at the sampling temperature, as computed while sampling; empty
+    if greedy."""
     allowed: AllowedTokens | None = field(default=None, compare=False)
-    """The tokens that could be drawn at each position, if ``rollout.keep_sampling_mask``; None: all."""
+    """The tokens that could be drawn at each position, if ``rollout.keep_sampling_mask``; None:
+    all."""
     logged: dict[str, Any] = field(default_factory=dict)
     """Column -> the value that a reward gave to ``log_extra`` for this completion."""
     loss_mask: tuple[bool, ...] = ()
-    """True at each token that the model sampled, False at those of a tool or environment; empty: all were sampled."""
+    """True at each token that the model sampled, False at those of a tool or environment; empty:
+    all were sampled."""
 
     @property
     def sampled_ids(self) -> tuple[int, ...]:
@@ -117,7 +135,8 @@ class ToolCall:
     name: str
     seconds: float
     error: str = ""
-    """The text that the model saw, if the tool raised, its arguments were wrong, or there is no tool of that name."""
+    """The text that the model saw, if the tool raised, its arguments were wrong, or there is no
+    tool of that name."""
 
     @property
     def failed(self) -> bool:
@@ -126,7 +145,8 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Turns(Completion):
-    """A completion of several turns of the model, with the answers of tools or of an environment between them.
+    """A completion of several turns of the model, with the answers of tools or of an environment
+    between them.
 
     Its ``ids`` are those of all turns and answers, and it ends with a sampled token.
     """
@@ -134,19 +154,21 @@ class Turns(Completion):
     messages: tuple[dict[str, Any], ...] = ()
     """The turns as chat messages: those of the model with ``tool_calls``, and the answers."""
     stop_reason: str = "stop"
-    """``stop``: the last turn asks for nothing; ``length``: no room is left; ``environment``: it has ended;
-    ``max_turns``; ``failed``: the environment has failed."""
+    """``stop``: the last turn asks for nothing; ``length``: no room is left; ``environment``: it
+    has ended; ``max_turns``; ``failed``: the environment has failed."""
     rewards: tuple[float, ...] = ()
     """The reward of each turn, from an environment that gives one."""
     calls: tuple[ToolCall, ...] = ()
     environment: Any = None
-    """The place where the environment lives until the next rollout (:class:`grpo.rewards.calls.Place`)."""
+    """The place where the environment lives until the next rollout
+    (:class:`grpo.rewards.calls.Place`)."""
     environment_name: str | None = None
     """The name of the environment's class; None without one."""
     environment_reward: float | None = None
     """The reward of the environment itself: its ``get_reward()``, or the sum of ``rewards``."""
     environment_failure: str | None = None
-    """Reason of the environment's failure; empty if it works. None without an environment, or if it got no action."""
+    """Reason of the environment's failure; empty if it works. None without an environment, or if it
+    got no action."""
     num_turns: int = 1
     """Turns of the model."""
     fields: dict[str, Any] = field(default_factory=dict)
@@ -183,8 +205,8 @@ class Group:
 def completion_mask(completion_ids_BT: Tensor, lengths_B: Tensor) -> Tensor:
     """Boolean ``[B, T]``: True at the first ``lengths_B[b]`` positions of row ``b``.
 
-    The mask never depends on token values, so a pad id that equals the EOS id, or several EOS ids, make no difference.
-    ValueError if shapes disagree or a length is not in ``[0, T]``.
+    The mask never depends on token values, so a pad id that equals the EOS id, or several EOS ids,
+    make no difference. ValueError if shapes disagree or a length is not in ``[0, T]``.
     """
     shape = completion_ids_BT.shape
     T = shape[-1]
@@ -199,7 +221,8 @@ def completion_mask(completion_ids_BT: Tensor, lengths_B: Tensor) -> Tensor:
 
 
 def completion_lengths(mask_BT: Tensor) -> Tensor:
-    """``[B]`` the number of tokens up to the last True of each row: a mask may have gaps, at the tokens of tools."""
+    """``[B]`` the number of tokens up to the last True of each row: a mask may have gaps, at the
+    tokens of tools."""
     T = mask_BT.shape[1]
     ends_T = torch.arange(1, T + 1, device=mask_BT.device)
     return (mask_BT * ends_T).amax(dim=1)
@@ -216,7 +239,8 @@ def right_pad(rows: Sequence[Sequence[int]], value: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of tensors on the training device. ``S`` and ``T``: longest sequence and longest completion of the rows."""
+    """Rows of tensors on the training device. ``S`` and ``T``: longest sequence and longest
+    completion of the rows."""
 
     sequence_ids_BS: Tensor
     """Prompt, then completion, then padding."""
@@ -224,24 +248,29 @@ class Batch:
     completion_mask_BT: Tensor
     """True at the tokens of each completion that the model sampled: those that are scored."""
     loss_mask_BT: Tensor
-    """True at the tokens that are trained on: all scored ones, or those of completions that are not truncated."""
+    """True at the tokens that are trained on: all scored ones, or those of completions that are not
+    truncated."""
     advantages_B: Tensor
     group_B: Tensor
-    """Index of each row's group on this rank. Rows of one group are neighbours and have the same prompt."""
+    """Index of each row's group on this rank. Rows of one group are neighbours and have the same
+    prompt."""
     row_B: Tensor
     """Index of each row in this rank's batch of the step; a minibatch or micro-batch keeps it."""
     sampling_logprobs_BT: Tensor
-    """Log-probs as computed while sampling, for the loss's corrections and to report their difference."""
+    """Log-probs as computed while sampling, for the loss's corrections and to report their
+    difference."""
     old_logprobs_BT: Tensor | None = None
     """Log-probs under the policy that sampled; None: the policy has not been updated since."""
     ref_logprobs_BT: Tensor | None = None
     """Log-probs under the reference model; None: there is no KL term."""
     allowed: AllowedTokens | None = None
-    """The tokens that could be drawn at each position: log-probs are those of a softmax over these; None: all."""
+    """The tokens that could be drawn at each position: log-probs are those of a softmax over these;
+    None: all."""
     policy_mask_BT: Tensor | None = None
     """True at the tokens that have a policy term; None: all that are trained on."""
     computed_B: Tensor | None = None
-    """True at the rows that are scored and trained on; the others have advantage 0 and no influence. None: all rows."""
+    """True at the rows that are scored and trained on; the others have advantage 0 and no
+    influence. None: all rows."""
 
     def __len__(self) -> int:
         return len(self.sequence_ids_BS)
@@ -266,7 +295,8 @@ class Batch:
 
     @property
     def counted_BT(self) -> Tensor:
-        """True at the tokens that metrics count: all scored ones, or, with ``computed_B``, those of advantage not 0."""
+        """True at the tokens that metrics count: all scored ones, or, with ``computed_B``, those of
+        advantage not 0."""
         if self.computed_B is None:
             return self.completion_mask_BT
         has_advantage_B1 = self.advantages_B.ne(0)[:, None]
@@ -296,9 +326,11 @@ def collate(
     device: Device = "cpu",
     mask_truncated: bool = False,
 ) -> Batch:
-    """Make one batch of ``P*G`` rows, group after group, with an advantage for each completion, or ValueError.
+    """Make one batch of ``P*G`` rows, group after group, with an advantage for each completion, or
+    ValueError.
 
-    ``pad_id`` fills up shorter rows. ``mask_truncated`` leaves truncated completions out of the loss.
+    ``pad_id`` fills up shorter rows. ``mask_truncated`` leaves truncated completions out of the
+    loss.
     """
     completions = []
     sequences = []
@@ -354,7 +386,8 @@ def collate(
 def minibatches(batch: Batch, count: int) -> list[Batch]:
     """``count`` equal parts of consecutive groups; each part is one optimizer update.
 
-    Rank r has the groups r, r + world_size, ...: the m-th parts of all ranks are the same groups at every world size.
+    Rank r has the groups r, r + world_size, ...: the m-th parts of all ranks are the same groups at
+    every world size.
     """
     assert len(batch) % count == 0, f"{len(batch)} rows do not split into {count} minibatches"
     parts = torch.arange(len(batch)).chunk(count)
@@ -362,9 +395,11 @@ def minibatches(batch: Batch, count: int) -> list[Batch]:
 
 
 def skip_zero_advantage(batch: Batch, num_minibatches: int = 1) -> Batch:
-    """The batch with ``computed_B``: without the rows of advantage 0, which have no gradient if there is no KL term.
+    """The batch with ``computed_B``: without the rows of advantage 0, which have no gradient if
+    there is no KL term.
 
-    Of a minibatch without any advantage, the shortest row is computed: DDP needs a backward pass of every rank.
+    Of a minibatch without any advantage, the shortest row is computed: DDP needs a backward pass of
+    every rank.
     """
     computed_Mn = batch.advantages_B.ne(0).view(num_minibatches, -1)
     lengths_Mn = batch.lengths_B.view(num_minibatches, -1)
@@ -411,15 +446,18 @@ def without_effect(batch: Batch) -> Batch:
 
 
 KEYS_PER_TOKEN = 8
-"""A packed backward pass stores the prompt's keys and values once per row: most of the memory of short completions."""
+"""A packed backward pass stores the prompt's keys and values once per row: most of the memory of
+short completions."""
 
 
 def microbatch_rows(batch: Batch, max_tokens: int, *, packed: bool = False) -> list[Tensor]:
-    """Row indices of each micro-batch, so that one forward pass computes at most ``max_tokens`` tokens.
+    """Row indices of each micro-batch, so that one forward pass computes at most ``max_tokens``
+    tokens.
 
-    With ``packed``, a micro-batch has consecutive rows and counts each prompt once per group; its rows together attend
-    to at most :data:`KEYS_PER_TOKEN` times ``max_tokens`` prompt tokens. Otherwise rows are sorted by length, and
-    padding counts. A longer row is a micro-batch of its own. Only rows of ``computed_B`` are in one.
+    With ``packed``, a micro-batch has consecutive rows and counts each prompt once per group; its
+    rows together attend to at most :data:`KEYS_PER_TOKEN` times ``max_tokens`` prompt tokens.
+    Otherwise rows are sorted by length, and padding counts. A longer row is a micro-batch of its
+    own. Only rows of ``computed_B`` are in one.
     """
     prompts = batch.prompt_lengths_B.tolist()
     lengths = batch.lengths_B.tolist()
@@ -436,7 +474,8 @@ def microbatch_rows(batch: Batch, max_tokens: int, *, packed: bool = False) -> l
     keys = 0  # prompt tokens that its rows attend to
     for b in rows:
         if not packed:
-            used = (len(part) + 1) * lengths[b]  # sorted by length: the rows before b are padded to its length
+            # Sorted by length: the rows before b are padded to its length.
+            used = (len(part) + 1) * lengths[b]
         elif part and groups[part[-1]] == groups[b]:
             used += lengths[b] - prompts[b]
         else:

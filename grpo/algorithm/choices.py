@@ -1,4 +1,5 @@
-"""The named choices of an algorithm, for the configuration, the loss and the advantages. Imports no torch."""
+"""The named choices of an algorithm, for the configuration, the loss and the advantages. Imports no
+torch."""
 
 from collections.abc import Sequence
 from typing import Any, Literal, get_args
@@ -21,19 +22,22 @@ SamplerCorrection = Literal[
 
 
 def check_choice(name: str, value: str, choices: Any) -> None:
-    """ValueError if the argument called ``name`` is none of ``choices``, one of the ``Literal`` types above."""
+    """ValueError if the argument called ``name`` is none of ``choices``, one of the ``Literal``
+    types above."""
     allowed = get_args(choices)
     if value not in allowed:
         raise ValueError(f"{name}={value!r}: use one of {', '.join(allowed)}")
 
 
 def check_returned(name: str, value: Any, shape: Sequence[int]) -> None:
-    """ValueError if a function of the user, called ``name``, returned anything but a tensor of this shape."""
+    """ValueError if a function of the user, called ``name``, returned anything but a tensor of this
+    shape."""
     got = getattr(value, "shape", type(value).__name__)
     if got != shape:
         raise ValueError(f"{name} must return a tensor of shape {tuple(shape)}, got {got}")
 
 
 def equal_rewards_have_gradient(baseline: Baseline, scale: Scale) -> bool:
-    """True if advantages are the rewards (up to a factor of the batch), not their differences within a group."""
+    """True if advantages are the rewards (up to a factor of the batch), not their differences
+    within a group."""
     return baseline == "none" and scale != "group"

@@ -1,7 +1,10 @@
-"""Log-probabilities of completion tokens by shifted cross-entropy, without all the logits in memory at once.
+"""Log-probabilities of completion tokens, without all the logits in memory at once.
 
-Shapes: ``B`` rows, ``T`` completion tokens, ``S`` tokens with the prompt, ``V`` vocabulary, ``H`` hidden size, ``N``
-completion tokens of all rows together, ``n`` tokens of one chunk, ``K`` token ids that the sampler allowed in all.
+B   rows                              V   vocabulary
+T   completion tokens of a row        H   size of a hidden state
+S   prompt and completion tokens      K   token ids that the sampler allowed, of all positions
+N   completion tokens of all rows     M   tokens of a packed sequence, prompts among them
+n   completion tokens of one chunk
 """
 
 import torch
@@ -13,10 +16,11 @@ from grpo.attention import fast_paths, few_sizes, pack, packed_hidden
 
 LOGITS_PER_CHUNK = 2**24
 LOGITS_PER_CHUNK_ON_CUDA = 2**27
-"""Most logits in memory at once: 64 MiB in fp32, on a GPU 512 MiB, because it needs larger matrix products.
+"""Most logits in memory at once: 64 MiB in fp32, on a GPU 512 MiB, because it needs larger matrix
+products.
 
-Compiled log-probs in bf16 take twice as many. They need no fp32 copy of the logits, and with fewer chunks the head's
-whole gradient, to which each chunk adds, is read and written less often.
+Compiled log-probs in bf16 take twice as many. They need no fp32 copy of the logits, and with fewer
+chunks the head's whole gradient, to which each chunk adds, is read and written less often.
 """
 
 
@@ -24,9 +28,12 @@ def logprobs_from_logits(logits_BTV: Tensor, labels_BT: Tensor, temperature: flo
     """Log-probability of each label: ``-cross_entropy(logits / temperature, label)``.
 
     Args:
-        logits_BTV: ``[B, T, V]`` (or another leading shape); the logits at position ``t`` predict ``labels_BT[:, t]``.
-        labels_BT: ``[B, T]`` at each position the *next* token of the sequence, or ``-100`` where nothing is scored.
-        temperature: the sampling temperature, above 0: the result is the probability with which the token was drawn.
+        logits_BTV: ``[B, T, V]`` (or another leading shape); the logits at position ``t`` predict
+            ``labels_BT[:, t]``.
+        labels_BT: ``[B, T]`` at each position the *next* token of the sequence, or ``-100`` where
+            nothing is scored.
+        temperature: the sampling temperature, above 0: the result is the probability with which the
+            token was drawn.
 
     Returns:
         ``[B, T]`` in fp32 (float64 for float64 logits), in nats; 0.0 at ``-100``.
@@ -48,7 +55,8 @@ def logprobs_from_logits(logits_BTV: Tensor, labels_BT: Tensor, temperature: flo
 class CompletionScorer(nn.Module):
     """A causal language model whose ``forward`` returns the log-probabilities of completions.
 
-    It is a module, without parameters of its own, so that DistributedDataParallel can wrap it and see the forward pass.
+    It is a module, without parameters of its own, so that DistributedDataParallel can wrap it and
+    see the forward pass.
     """
 
     def __init__(self, model: nn.Module, temperature: float = 1.0):
@@ -56,19 +64,22 @@ class CompletionScorer(nn.Module):
         self.model = model
         self.temperature = temperature
         self.plain_head = False
-        """True if the logits are the head's product with the last hidden state, which is then computed in chunks.
+        """True if the logits are the head's product with the last hidden state, which is then
+        computed in chunks.
 
-        It and ``packed`` are switched on by :func:`grpo.rollout.check_model`. Without them every model is scored right.
+        It and ``packed`` are switched on by :func:`grpo.rollout.check_model`. Without them every
+        model is scored right.
         """
         self.packed = False
         """True if each prompt is computed once per group instead of once per completion."""
 
     def find_plain_head(self, ids_BS: Tensor) -> None:
-        """Set ``plain_head``: whether the logits of these tokens are ``head(backbone(ids))`` and nothing else.
+        """Set ``plain_head``: whether the logits of these tokens are ``head(backbone(ids))`` and
+        nothing else.
 
-        Models that scale or cap their logits (Gemma 2, Cohere, Granite) or have no separate backbone
-        are scored from the logits that the whole model returns, and so are heads that compute
-        another product than ``nn.Linear``.
+        Models that scale or cap their logits (Gemma 2, Cohere, Granite) or have no separate
+        backbone are scored from the logits that the whole model returns, and so are heads that
+        compute another product than ``nn.Linear``.
         """
         backbone = self.model.base_model
         head = self.model.get_output_embeddings()
@@ -107,19 +118,19 @@ class CompletionScorer(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Score the completions of right-padded sequences.
 
-        Args:
-            sequence_ids_BS: ``[B, S]`` prompt, then completion, then padding of any value. No attention mask is needed:
-                in a causal model, padding on the right has no influence on its left.
-            prompt_lengths_B: ``[B]`` tokens of each prompt.
-            completion_mask_BT: ``[B, T]`` True at the tokens of each completion that are scored. A completion ends with
-                the last of them; those before may have tokens of tools among them.
-            group_B: ``[B]`` group of each row, if ``packed``: rows of one group have the same prompt.
-            allowed: the tokens that could be drawn at each position: softmaxes are over these. None: over all tokens.
+        Args: sequence_ids_BS: ``[B, S]`` prompt, then completion, then padding of any value. No
+            attention mask is needed: in a causal model, padding on the right has no influence on
+            its left. prompt_lengths_B: ``[B]`` tokens of each prompt. completion_mask_BT: ``[B,
+            T]`` True at the tokens of each completion that are scored. A completion ends with the
+            last of them; those before may have tokens of tools among them. group_B: ``[B]`` group
+            of each row, if ``packed``: rows of one group have the same prompt. allowed: the tokens
+            that could be drawn at each position: softmaxes are over these. None: over all tokens.
 
-        Returns:
-            ``(logprobs_BT, entropies_BT)`` in fp32, in nats, 0.0 outside of the mask; entropies are without gradient.
+        Returns: ``(logprobs_BT, entropies_BT)`` in fp32, in nats, 0.0 outside of the mask;
+            entropies are without gradient.
         """
-        # Token t of the completion of row b stands at prompt_lengths_B[b] + t, and the position before it predicts it.
+        # Token t of the completion of row b stands at prompt_lengths_B[b] + t, and the position
+        # before it predicts it.
         B, S = sequence_ids_BS.shape
         T = completion_mask_BT.shape[1]
         device = sequence_ids_BS.device
@@ -129,7 +140,8 @@ class CompletionScorer(nn.Module):
         before_N = positions_N - 1
         labels_N = sequence_ids_BS.flatten()[positions_N]
         if allowed is not None:
-            # The counts outside of the mask are 0, so the ids are those of the positions inside, in their order.
+            # The counts outside of the mask are 0, so the ids are those of the positions inside, in
+            # their order.
             allowed = AllowedTokens(allowed.ids_K, allowed.counts[completion_mask_BT])
 
         backbone = self.model.base_model
@@ -191,7 +203,8 @@ def score_hidden(
     allowed: AllowedTokens | None,
     temperature: float,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropies of the labels, ``[N]`` each; in chunks, where tokens x vocabulary is large."""
+    """Log-probs and entropies of the labels, ``[N]`` each; in chunks, where tokens x vocabulary is
+    large."""
     kind = hidden_NH.device.type
     dtype = head.weight.dtype
     if torch.is_autocast_enabled(kind):
@@ -218,9 +231,10 @@ def score_hidden(
 def keep_only_(logits_NV: Tensor, allowed: AllowedTokens | None, temperature: float) -> Tensor:
     """Lower, in place, the logits of tokens that could not be drawn; ``None``: change nothing.
 
-    They get the lowest of all logits minus 30 (at the temperature). Each has then less than e^-30 = 1e-13 of the
-    probability of any token that could be drawn, and 150,000 of them less than 2e-8, which fp32 rounds away. With minus
-    infinity an entropy would be NaN; with -1e38 ``exp`` takes 20 times as long on CPU.
+    They get the lowest of all logits minus 30 (at the temperature). Each has then less than e^-30 =
+    1e-13 of the probability of any token that could be drawn, and 150,000 of them less than 2e-8,
+    which fp32 rounds away. With minus infinity an entropy would be NaN; with -1e38 ``exp`` takes 20
+    times as long on CPU.
     """
     if allowed is None or len(logits_NV) == 0:
         return logits_NV
@@ -236,7 +250,8 @@ def keep_only_(logits_NV: Tensor, allowed: AllowedTokens | None, temperature: fl
 
 
 def score_logits(logits_NV: Tensor, labels_N: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Log-probability of each label and entropy of each distribution (a constant), ``[N]`` each, fp32, in nats."""
+    """Log-probability of each label and entropy of each distribution (a constant), ``[N]`` each,
+    fp32, in nats."""
     logprobs_N = logprobs_from_logits(logits_NV, labels_N, temperature)
     with torch.no_grad():
         scaled_NV = logits_NV.detach().to(logprobs_N.dtype) / temperature
@@ -246,14 +261,17 @@ def score_logits(logits_NV: Tensor, labels_N: Tensor, temperature: float) -> tup
 
 
 class _ScoreLogits(torch.autograd.Function):
-    """:func:`score_logits` for finite logits, which stores no tensor ``[N, V]`` but the logits for the backward pass.
+    """:func:`score_logits` for finite logits, which stores no tensor ``[N, V]`` but the logits for
+    the backward pass.
 
-    Autograd would use a dozen such tensors, at V = 4,104 a sixth of an update's time and most of its memory.
+    Autograd would use a dozen such tensors, at V = 4,104 a sixth of an update's time and most of
+    its memory.
     """
 
     @staticmethod
     def forward(ctx, logits_NV, labels_N, temperature):
-        logits_NV = logits_NV.detach()  # with a gradient required it would be another compiled variant
+        # With a gradient required it would be another compiled variant.
+        logits_NV = logits_NV.detach()
         with torch.autocast(logits_NV.device.type, enabled=False):
             logprobs_N, entropies_N, normalizers_N = _score(logits_NV, labels_N, temperature)
         ctx.save_for_backward(logits_NV, labels_N, normalizers_N)
@@ -268,10 +286,12 @@ class _ScoreLogits(torch.autograd.Function):
 
 
 class _ScoreHiddenInChunks(torch.autograd.Function):
-    """The head and :class:`_ScoreLogits`, ``n`` tokens at a time; the backward pass computes the logits a second time.
+    """The head and :class:`_ScoreLogits`, ``n`` tokens at a time; the backward pass computes the
+    logits a second time.
 
-    All logits together can take tens of GiB at a vocabulary of 150,000. The head's weight is cast once per pass, and
-    its gradient is added up in its own dtype: autograd would add up hundreds of chunks in bf16.
+    All logits together can take tens of GiB at a vocabulary of 150,000. The head's weight is cast
+    once per pass, and its gradient is added up in its own dtype: autograd would add up hundreds of
+    chunks in bf16.
     """
 
     @staticmethod
@@ -320,7 +340,11 @@ class _ScoreHiddenInChunks(torch.autograd.Function):
         return grad_hidden_NH, grad_weight_VH, grad_bias_V, None, None, None, None, None
 
 
-def _head_in(dtype: torch.dtype, weight_VH: Tensor, bias_V: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def _head_in(
+    dtype: torch.dtype,
+    weight_VH: Tensor,
+    bias_V: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
     """The head's weight and bias in a dtype."""
     if bias_V is not None:
         bias_V = bias_V.to(dtype)
@@ -328,7 +352,8 @@ def _head_in(dtype: torch.dtype, weight_VH: Tensor, bias_V: Tensor | None) -> tu
 
 
 def _chunk_of_logits(ctx, start: int, hidden_NH: Tensor, head: tuple) -> tuple[Tensor, Tensor]:
-    """Hidden states and logits of the ``n`` tokens from ``start`` on, in the precision of ``ctx``."""
+    """Hidden states and logits of the ``n`` tokens from ``start`` on, in the precision of
+    ``ctx``."""
     hidden_nH = hidden_NH[start : start + ctx.n].to(ctx.dtype)
     allowed_n = None if ctx.allowed is None else ctx.allowed[start // ctx.n]
     logits_nV = F.linear(hidden_nH, *head)
@@ -348,14 +373,16 @@ def _score(logits_NV: Tensor, labels_N: Tensor, temperature: float) -> tuple[Ten
         mean_N = torch.linalg.vecdot(probs_NV, scaled_NV)
         entropies_N = (normalizers_N - mean_N).clamp(min=0)
     else:
-        # A low temperature makes the scaled logits large, and the difference above would be lost in rounding.
+        # A low temperature makes the scaled logits large, and the difference above would be lost in
+        # rounding.
         all_logprobs_NV = scaled_NV.sub_(normalizers_N[:, None])
         entropies_N = -torch.linalg.vecdot(all_logprobs_NV.exp(), all_logprobs_NV)
     return logprobs_N, entropies_N, normalizers_N
 
 
 def _logits_gradient(logits_NV, labels_N, normalizers_N, grad_N, temperature: float) -> Tensor:
-    """``[N, V]`` gradient of the logits, in their dtype: ``(one_hot(label) - softmax) / temperature * grad``."""
+    """``[N, V]`` gradient of the logits, in their dtype: ``(one_hot(label) - softmax) / temperature
+    * grad``."""
     if fast_paths.is_on(fast_paths.SCORES):
         return _compiled_gradient(logits_NV, labels_N, normalizers_N, grad_N, temperature)
     grad_N = grad_N / temperature
@@ -367,7 +394,8 @@ def _logits_gradient(logits_NV, labels_N, normalizers_N, grad_N, temperature: fl
 
 @fast_paths.compiled(fast_paths.SCORES)
 def _compiled_gradient(logits_NV, labels_N, normalizers_N, grad_N, temperature) -> Tensor:
-    """:func:`_logits_gradient` in a form that compiles to one kernel: it reads and writes each logit once."""
+    """:func:`_logits_gradient` in a form that compiles to one kernel: it reads and writes each
+    logit once."""
     logprobs_NV = _divide_by_temperature(logits_NV, temperature) - normalizers_N[:, None]
     ids_V = torch.arange(logits_NV.shape[1], device=logits_NV.device)
     is_label_NV = ids_V == labels_N[:, None]

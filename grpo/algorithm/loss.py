@@ -1,10 +1,12 @@
-"""The policy loss as a sum over completions, and the denominator that turns the sum into a mean. Pure functions.
+"""The policy loss as a sum over completions, and the denominator that turns the sum into a mean.
 
-Shapes: ``B`` rows (completions), ``T`` completion tokens; ``A_B1`` is the advantage of each row, a constant.
+    B   rows, one completion each         A_B1        advantage of each row, a constant
+    T   tokens of the longest one         ratio_BT    probability now over probability when sampled
+                                          mask_BT     True at the tokens that are trained on
 
-The sum and its denominator are two functions because in a mean of means, tokens of a small micro-batch (or rank) would
-weigh more. The caller adds up the denominator over the whole optimizer step and all ranks, then divides each
-micro-batch's sum by that number.
+The sum and its denominator are two functions because in a mean of means, tokens of a small
+micro-batch (or rank) would weigh more. The caller adds up the denominator over the whole optimizer
+step and all ranks, then divides each micro-batch's sum by that number. All functions are pure.
 """
 
 from collections.abc import Callable
@@ -24,12 +26,14 @@ from grpo.algorithm.choices import (
 )
 
 Bounds = tuple[float, float]
-"""Least and greatest value that is not clipped: of the importance ratio; ``dppo_tv``: of the change of probability."""
+"""Least and greatest value that is not clipped: of the importance ratio; ``dppo_tv``: of the change
+of probability."""
 OwnObjective = Callable[[Tensor, Tensor, Tensor, Tensor, Bounds], Tensor]
-"""A loss of a user's: ``fn(logprobs_BT, ratio_BT, A_B1, mask_BT, bounds) -> loss_BT``, the loss of each token.
+"""A loss of a user's: ``fn(logprobs_BT, ratio_BT, A_B1, mask_BT, bounds) -> loss_BT``, the loss of
+each token.
 
-Log-probs have a gradient, and so has the importance ratio; outside of the mask they are 0 and 1, and the loss counts as
-0 there. ``bounds``: ``(1 - epsilon, 1 + epsilon_high)``."""
+Log-probs have a gradient, and so has the importance ratio; outside of the mask they are 0 and 1,
+and the loss counts as 0 there. ``bounds``: ``(1 - epsilon, 1 + epsilon_high)``."""
 MOST_DPPO_RATIO = 20.0
 """Upper bound of the importance ratio as a weight of ``dppo_tv``, as in the authors' code."""
 
@@ -60,50 +64,65 @@ def policy_loss(
     sampler_correction_max: float | None = 3.0,
     off_policy_mask_threshold: float | None = None,
 ) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
-    """The surrogate loss of every token, times its weights, plus ``beta`` times its KL to the reference, over all rows.
+    """The surrogate loss of every token, times its weights, plus ``beta`` times its KL to the
+    reference, over all rows.
 
     Args:
-        logprobs_BT: ``[B, T]`` log-probabilities of the tokens under the policy that is trained, in nats, at the
-            sampling temperature.
-        old_logprobs_BT: ``[B, T]`` the same under the policy that sampled, a constant; for ``dppo_tv`` the sampler's.
+        logprobs_BT: ``[B, T]`` log-probabilities of the tokens under the policy that is trained, in
+            nats, at the sampling temperature.
+        old_logprobs_BT: ``[B, T]`` the same under the policy that sampled, a constant; for
+            ``dppo_tv`` the sampler's.
         advantages_B: ``[B]`` one advantage per completion.
-        mask_BT: ``[B, T]`` True (or 1) at the tokens to train on. Values elsewhere have no influence, even if NaN.
+        mask_BT: ``[B, T]`` True (or 1) at the tokens to train on. Values elsewhere have no
+            influence, even if NaN.
         ref_logprobs_BT: ``[B, T]`` the same under the frozen reference; needed when ``beta > 0``.
-        objective: the loss of a token, see :func:`surrogate_loss`; or a function, :data:`OwnObjective`.
-        importance_level: one ratio per ``token``, or one per ``sequence``; see :func:`importance_ratio`.
-        epsilon: ratios below ``1 - epsilon`` are clipped (``clip``); probabilities that fell by more (``dppo_tv``).
-        epsilon_high: ratios above ``1 + epsilon_high`` are clipped (DAPO's clip-higher); ``None``: ``epsilon``.
-        delta: upper bound of the ratio where ``clip`` does not clip it, for negative advantages (INTELLECT-2).
-        sapo_temperature_pos, sapo_temperature_neg: of ``sapo``, for positive and for other advantages.
+        objective: the loss of a token, see :func:`surrogate_loss`; or a function,
+            :data:`OwnObjective`.
+        importance_level: one ratio per ``token``, or one per ``sequence``; see
+            :func:`importance_ratio`.
+        epsilon: ratios below ``1 - epsilon`` are clipped (``clip``); probabilities that fell by
+            more (``dppo_tv``).
+        epsilon_high: ratios above ``1 + epsilon_high`` are clipped (DAPO's clip-higher); ``None``:
+            ``epsilon``.
+        delta: upper bound of the ratio where ``clip`` does not clip it, for negative advantages
+            (INTELLECT-2).
+        sapo_temperature_pos, sapo_temperature_neg: of ``sapo``, for positive and for other
+            advantages.
         beta: weight of the KL to the reference.
         kl_estimator: ``k1``, ``k2`` or ``k3``; see :func:`kl_estimate`.
-        unbiased_kl: multiply each token's KL by its ratio, with gradient through both (DeepSeek-V3.2).
-        aggregation: with ``response_mean`` each row's loss is its mean over tokens, otherwise its sum.
-        max_length: tokens that ``constant`` counts for each completion in the denominator, and needed by it alone.
-        policy_mask_BT: ``[B, T]`` False at tokens without a policy term, whose KL and count remain. None: all have one.
-        sampling_logprobs_BT: ``[B, T]`` log-probs as computed while sampling; needed by the two options below.
-        sampler_correction, sampler_correction_min, sampler_correction_max: see :func:`sampler_weights`.
+        unbiased_kl: multiply each token's KL by its ratio, with gradient through both
+            (DeepSeek-V3.2).
+        aggregation: with ``response_mean`` each row's loss is its mean over tokens, otherwise its
+            sum.
+        max_length: tokens that ``constant`` counts for each completion in the denominator, and
+            needed by it alone.
+        policy_mask_BT: ``[B, T]`` False at tokens without a policy term, whose KL and count remain.
+            None: all have one.
+        sampling_logprobs_BT: ``[B, T]`` log-probs as computed while sampling; needed by the two
+            options below.
+        sampler_correction, sampler_correction_min, sampler_correction_max: see
+            :func:`sampler_weights`.
         off_policy_mask_threshold: see :func:`off_policy_mask`; None: no completion is left out.
 
     Returns:
-        ``loss_sum``: a scalar, to be divided by :func:`loss_denominator` added up over micro-batches and ranks.
-        ``stats``: ``ratio``, ``clip_ratio/low_mean``, ``clip_ratio/high_mean``, ``clip_ratio/region_mean``; with a
-        reference ``kl``; with corrections ``sampling/...``. Each is (sum, count) over the tokens to train on or, for
-        weights of sequences, over the completions with such tokens; without gradient.
+        ``loss_sum``: a scalar, to be divided by :func:`loss_denominator` added up over
+            micro-batches and ranks.
+        ``stats``: ``ratio``, ``clip_ratio/low_mean``, ``clip_ratio/high_mean``,
+        ``clip_ratio/region_mean``; with a reference ``kl``; with corrections ``sampling/...``. Each
+        is (sum, count) over the tokens to train on or, for weights of sequences, over the
+        completions with such tokens; without gradient.
 
     Raises:
-        ValueError: on an unknown name, other shapes (also of a user's loss), ``beta`` without a reference, ``constant``
-            without ``max_length``.
+        ValueError: on an unknown name, other shapes (also of a user's loss), ``beta`` without a
+            reference, ``constant`` without ``max_length``.
     """
-    _check_shapes(
-        logprobs_BT,
-        advantages_B,
-        old_logprobs=old_logprobs_BT,
-        mask=mask_BT,
-        ref_logprobs=ref_logprobs_BT,
-        policy_mask=policy_mask_BT,
-        sampling_logprobs=sampling_logprobs_BT,
-    )
+    B, T = logprobs_BT.shape
+    if advantages_B.shape != (B,):
+        raise ValueError(f"expected one advantage for each of {B} rows, got {tuple(advantages_B.shape)}")
+    others = (old_logprobs_BT, mask_BT, ref_logprobs_BT, policy_mask_BT, sampling_logprobs_BT)
+    for tensor in others:
+        if tensor is not None and tensor.shape != (B, T):
+            raise ValueError(f"expected tensors of the log-probs' shape {(B, T)}, got {tuple(tensor.shape)}")
     _check_aggregation(aggregation, max_length)
     if not callable(objective):
         check_choice("objective", objective, Objective)
@@ -203,7 +222,8 @@ def policy_loss(
         if beta != 0:
             loss_BT = loss_BT + beta * kl_BT
 
-    # A mean over the tokens of a response weighs long and short ones alike; a sum weighs each token alike.
+    # A mean over the tokens of a response weighs long and short ones alike; a sum weighs each token
+    # alike.
     loss_BT = _zero_outside(mask_BT, loss_BT)
     if aggregation == "response_mean":
         lengths_B = mask_BT.sum(dim=1).clamp(min=1)
@@ -225,10 +245,12 @@ def loss_denominator(
     aggregation: Aggregation = "response_mean",
     max_length: float | None = None,
 ) -> Tensor:
-    """The divisor of :func:`policy_loss`'s sum, for these rows; the caller adds it up over micro-batches and ranks.
+    """The divisor of :func:`policy_loss`'s sum, for these rows; the caller adds it up over
+    micro-batches and ranks.
 
-    ``response_mean``: the number of responses with a token to train on. ``token_mean``: the number of those tokens
-    (DAPO, eq. 8). ``constant``: responses x ``max_length``, whatever their length (Dr. GRPO). An fp32 scalar.
+    ``response_mean``: the number of responses with a token to train on. ``token_mean``: the number
+    of those tokens (DAPO, eq. 8). ``constant``: responses x ``max_length``, whatever their length
+    (Dr. GRPO). An fp32 scalar.
     """
     _check_aggregation(aggregation, max_length)
     mask_BT = mask_BT.bool()
@@ -247,16 +269,19 @@ def importance_ratio(
     mask_BT: Tensor,
     importance_level: ImportanceLevel = "token",
 ) -> Tensor:
-    """``[B, T]`` probability of each token under the policy that is trained, over that under the policy that sampled.
+    """``[B, T]`` probability of each token under the policy that is trained, over that under the
+    policy that sampled.
 
-    ``token``: ``exp(logprob - old_logprob)``. ``sequence``: the geometric mean of these over the response, the same at
-    each of its tokens (GSPO, eq. 7); its gradient reaches them all. Outside of the mask log-probs must be 0, and it is 1.
+    ``token``: ``exp(logprob - old_logprob)``. ``sequence``: the geometric mean of these over the
+    response, the same at each of its tokens (GSPO, eq. 7); its gradient reaches them all. Outside
+    of the mask log-probs must be 0, and it is 1.
     """
     log_ratio_BT = logprobs_BT - old_logprobs_BT
     if importance_level == "sequence":
         mean_B1 = _mean_of_tokens(log_ratio_BT, mask_BT)
         log_ratio_BT = _zero_outside(mask_BT, mean_B1)
-    # exp() overflows fp32 at 88. An infinite ratio times 0 (a clipped branch, advantage 0) would be a NaN gradient.
+    # exp() overflows fp32 at 88. An infinite ratio times 0 (a clipped branch, advantage 0) would be
+    # a NaN gradient.
     return log_ratio_BT.clamp(max=80.0).exp()
 
 
@@ -271,12 +296,16 @@ def surrogate_loss(
 ) -> Tensor:
     """``[B, T]`` the loss of each token, whose gradient is the policy gradient.
 
-    - ``clip``: ``-min(ratio * A, clip(ratio, low, high) * A)``, the first ratio at most ``delta`` (PPO; GRPO, eq. 3).
-    - ``cispo``: ``-min(ratio, high) * A * logprob``, without gradient through the ratio (MiniMax-M1, eq. 4).
-    - ``dppo_tv``: ``-min(ratio, 20) * A * logprob``, likewise, to be set to 0 at :func:`clipped_tokens` (DPPO,
-      Binary-TV). The bounds are on the change of the token's probability, a lower bound of the total variation.
-    - ``sapo``: ``-sigmoid(t * (ratio - 1)) * 4 / t * A`` (SAPO): instead of a bound, a gradient that fades as the ratio
-      leaves 1. ``t`` is the first temperature where A is positive, else the second.
+    - ``clip``: ``-min(ratio * A, clip(ratio, low, high) * A)``, the first ratio at most ``delta``
+      (PPO; GRPO, eq. 3).
+    - ``cispo``: ``-min(ratio, high) * A * logprob``, without gradient through the ratio
+      (MiniMax-M1, eq. 4).
+    - ``dppo_tv``: ``-min(ratio, 20) * A * logprob``, likewise, to be set to 0 at
+      :func:`clipped_tokens` (DPPO, Binary-TV). The bounds are on the change of the token's
+      probability, a lower bound of the total variation.
+    - ``sapo``: ``-sigmoid(t * (ratio - 1)) * 4 / t * A`` (SAPO): instead of a bound, a gradient
+      that fades as the ratio leaves 1. ``t`` is the first temperature where A is positive, else the
+      second.
     - ``reinforce``: ``-A * logprob``.
     """
     if objective == "clip":
@@ -301,12 +330,14 @@ def clipped_tokens(
     A_B1: Tensor,
     bounds: Bounds,
 ) -> tuple[Tensor, Tensor]:
-    """Two boolean ``[B, T]``: tokens clipped at the lower bound, and tokens clipped at the upper bound.
+    """Two boolean ``[B, T]``: tokens clipped at the lower bound, and tokens clipped at the upper
+    bound.
 
-    ``clip`` and ``dppo_tv``: where the policy gradient is 0, because the policy has moved far enough in the direction
-    of the advantage; of a user's loss the same tokens, whatever it does there. ``cispo``: where the weight is at its
-    bound. The other objectives have no bound.
-    ``moved_BT`` is the importance ratio; in ``dppo_tv`` the token's probability less its probability when sampled.
+    ``clip`` and ``dppo_tv``: where the policy gradient is 0, because the policy has moved far
+    enough in the direction of the advantage; of a user's loss the same tokens, whatever it does
+    there. ``cispo``: where the weight is at its bound. The other objectives have no bound.
+    ``moved_BT`` is the importance ratio; in ``dppo_tv`` the token's probability less its
+    probability when sampled.
     """
     lowest, highest = bounds
     is_low_BT = moved_BT < lowest
@@ -324,9 +355,11 @@ def kl_estimate(
     ref_logprobs_BT: Tensor,
     kl_estimator: KLEstimator,
 ) -> Tensor:
-    """``[B, T]`` estimate of the KL from policy to reference, in nats (Schulman, "Approximating KL Divergence", 2020).
+    """``[B, T]`` estimate of the KL from policy to reference, in nats (Schulman, "Approximating KL
+    Divergence", 2020).
 
-    With ``d = ref_logprob - logprob``: ``k1`` is ``-d``, ``k2`` is ``d**2 / 2``, ``k3`` is ``exp(d) - d - 1``.
+    With ``d = ref_logprob - logprob``: ``k1`` is ``-d``, ``k2`` is ``d**2 / 2``, ``k3`` is ``exp(d)
+    - d - 1``.
     """
     d_BT = ref_logprobs_BT - logprobs_BT
     if kl_estimator == "k3":
@@ -344,13 +377,16 @@ def sampler_weights(
     lowest: float | None,
     highest: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """Weights of the policy term that correct for a sampler that is not quite the policy, and True where one is cut.
+    """Weights of the policy term that correct for a sampler that is not quite the policy, and True
+    where one is cut.
 
-    A weight is the probability under the policy as scored before the update, over that with which the sampler drew.
-    ``token_...``: ``[B, T]``, of each token. ``sequence_...``: ``[B, 1]``, of the completion, the product over tokens.
-    Outside of the bounds (``None``: no bound) it is the nearest bound with ``..._truncate`` (truncated importance
-    sampling, TIS), and 0 with ``..._mask`` (masked importance sampling, MIS). ``geometric_mask``: ``[B, 1]``, 1 if the
-    geometric mean over the completion's tokens is within the bounds, else 0. Outside of the mask it means nothing.
+    A weight is the probability under the policy as scored before the update, over that with which
+    the sampler drew. ``token_...``: ``[B, T]``, of each token. ``sequence_...``: ``[B, 1]``, of the
+    completion, the product over tokens. Outside of the bounds (``None``: no bound) it is the
+    nearest bound with ``..._truncate`` (truncated importance sampling, TIS), and 0 with
+    ``..._mask`` (masked importance sampling, MIS). ``geometric_mask``: ``[B, 1]``, 1 if the
+    geometric mean over the completion's tokens is within the bounds, else 0. Outside of the mask it
+    means nothing.
     """
     log_ratio = _zero_outside(mask_BT, old_logprobs_BT.detach() - sampling_logprobs_BT.detach())
     if correction == "geometric_mask":
@@ -379,8 +415,8 @@ def off_policy_mask(
 ) -> Tensor:
     """``[B, 1]`` False at completions that off-policy sequence masking (DeepSeek-V3.2) leaves out.
 
-    They have a negative advantage, and the policy has moved away from the sampler by more than ``threshold`` nats: the
-    mean over their tokens of the sampler's log-prob less the policy's.
+    They have a negative advantage, and the policy has moved away from the sampler by more than
+    ``threshold`` nats: the mean over their tokens of the sampler's log-prob less the policy's.
     """
     difference_BT = _zero_outside(mask_BT, sampling_logprobs_BT.detach() - logprobs_BT.detach())
     kl_B1 = _mean_of_tokens(difference_BT, mask_BT)
@@ -388,7 +424,8 @@ def off_policy_mask(
 
 
 def entropy_threshold(entropies_N: Tensor, share: float) -> Tensor:
-    """The entropy at or above which lies a ``share`` of the tokens; infinite if there are no tokens.
+    """The entropy at or above which lies a ``share`` of the tokens; infinite if there are no
+    tokens.
 
     By numpy, because ``torch.quantile`` takes at most 16 million values.
     """
@@ -405,17 +442,9 @@ def _mean_of_tokens(values_BT: Tensor, mask_BT: Tensor) -> Tensor:
 
 
 def _zero_outside(mask_BT: Tensor, values_BT: Tensor) -> Tensor:
-    """0 outside of the mask. Selects instead of multiplying, because NaN times 0 is NaN, in values and in gradients."""
+    """0 outside of the mask. Selects instead of multiplying, because NaN times 0 is NaN, in values
+    and in gradients."""
     return torch.where(mask_BT, values_BT, 0.0)
-
-
-def _check_shapes(logprobs_BT: Tensor, advantages_B: Tensor, **others: Tensor | None) -> None:
-    B, T = logprobs_BT.shape
-    if advantages_B.shape != (B,):
-        raise ValueError(f"expected one advantage per row, got {tuple(advantages_B.shape)} for {B} rows")
-    for name, tensor in others.items():
-        if tensor is not None and tensor.shape != (B, T):
-            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, and logprobs [B, T] = {(B, T)}")
 
 
 def _check_aggregation(aggregation: Aggregation, max_length: float | None) -> None:

@@ -1,6 +1,8 @@
-"""Ranks: starting them, sums and votes over them, DDP, FSDP2. The only package that imports ``torch.distributed``.
+"""Ranks: starting them, sums and votes over them, DDP, FSDP2. The only package that imports
+``torch.distributed``.
 
-Everything works the same under torchrun on GPUs (NCCL), under torchrun on the CPU (gloo), and in a single process.
+Everything works the same under torchrun on GPUs (NCCL), under torchrun on the CPU (gloo), and in a
+single process.
 """
 
 # ruff: noqa: F401, names for other rooms

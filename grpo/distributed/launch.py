@@ -19,13 +19,15 @@ if TYPE_CHECKING:  # sampling and scoring import this module, and do without pyd
 
 
 def start_world(runtime: RuntimeConfig) -> World:
-    """Read torchrun's environment, choose the device, share the CPU cores among local ranks, join the process group.
+    """Read torchrun's environment, choose the device, share the CPU cores among local ranks, join
+    the process group.
 
     Raises:
-        ValueError: if this rank has no device. PyTorch's own error, if the other ranks do not start within
-            ``runtime.timeout_s`` seconds.
+        ValueError: if this rank has no device. PyTorch's own error, if the other ranks do not start
+            within ``runtime.timeout_s`` seconds.
     """
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # ranks would train on, or wait forever, when torchrun is killed
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        # Ranks would train on, or wait forever, when torchrun is killed.
         end_with_parent(signal.SIGTERM)
     rank, size, local_rank, local_size = launch_environment()
     device = _choose_device(runtime.device, local_rank, local_size)
@@ -38,14 +40,15 @@ def start_world(runtime: RuntimeConfig) -> World:
         keeps_collectives = "GRPO_TEST_COLLECTIVES" in os.environ
         timeout = timedelta(seconds=runtime.timeout_s)
         store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=timeout))
-        # When torchrun restarts its processes (--max-restarts), its store still holds what dead ones wrote.
+        # When torchrun restarts its processes (--max-restarts), its store still holds what dead
+        # ones wrote.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         backend = "nccl" if device.type == "cuda" else "gloo"
         if backend == "nccl" and runtime.offload == "all":
             # The gradient's norm is then summed in host memory.
             backend = "cpu:gloo,cuda:nccl"
-        # Return when all ranks have connected: gloo prints errors on a rank whose peer has ended before, for example
-        # with a user error.
+        # Return when all ranks have connected: gloo prints errors on a rank whose peer has ended
+        # before, for example with a user error.
         os.environ.setdefault("TORCH_DIST_INIT_BARRIER", "1")
         dist.init_process_group(
             backend,
@@ -66,7 +69,8 @@ def start_world(runtime: RuntimeConfig) -> World:
 
 
 def set_cpu_threads(runtime: RuntimeConfig, local_size: int = 1) -> None:
-    """Set the CPU threads of this process: ``runtime.threads_per_rank``, else ``OMP_NUM_THREADS``, else cores / ranks.
+    """Set the CPU threads of this process: ``runtime.threads_per_rank``, else ``OMP_NUM_THREADS``,
+    else cores / ranks.
 
     With several ranks ``OMP_NUM_THREADS=1`` does not count: torchrun sets it if the user has not.
     """
@@ -74,12 +78,14 @@ def set_cpu_threads(runtime: RuntimeConfig, local_size: int = 1) -> None:
     if runtime.threads_per_rank:
         torch.set_num_threads(runtime.threads_per_rank)
     elif not from_user or (local_size > 1 and from_user == "1"):
-        # Ranks that each start as many threads as there are cores are 80 times slower (measured on two cores).
+        # Ranks that each start as many threads as there are cores are 80 times slower (measured on
+        # two cores).
         torch.set_num_threads(max(available_cores() // local_size, 1))
 
 
 def launch_environment() -> tuple[int, int, int, int]:
-    """``(rank, world size, local rank, local world size)`` from torchrun's variables; without them ``(0, 1, 0, 1)``."""
+    """``(rank, world size, local rank, local world size)`` from torchrun's variables; without them
+    ``(0, 1, 0, 1)``."""
     rank = int(os.environ.get("RANK", 0))
     size = int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))

@@ -1,9 +1,9 @@
 """Data parallelism: DDP averages the gradients of whole models, FSDP2 those of sharded ones.
 
-Under FSDP2 every rank holds a share of each weight, gradient and Adam average, and each decoder layer is gathered while
-it computes. What is in no layer (embedding, last norm, head) is the root group: it is gathered from the start of a
-forward pass to the end of its backward pass. Weights, gradients and their reduction are in fp32, and bf16 is
-autocast's, as under DDP.
+Under FSDP2 every rank holds a share of each weight, gradient and Adam average, and each decoder
+layer is gathered while it computes. What is in no layer (embedding, last norm, head) is the root
+group: it is gathered from the start of a forward pass to the end of its backward pass. Weights,
+gradients and their reduction are in fp32, and bf16 is autocast's, as under DDP.
 """
 
 from __future__ import annotations
@@ -36,16 +36,19 @@ def wrap_data_parallel(
     world: World,
     any_forward: Callable[[nn.Module], torch.Tensor],
 ) -> nn.Module:
-    """Wrap ``module`` in DDP and fix the order of its gradient buckets. FSDP and a rank that is alone need no wrapper.
+    """Wrap ``module`` in DDP and fix the order of its gradient buckets. FSDP and a rank that is
+    alone need no wrapper.
 
-    DDP rebuilds its buckets after the first backward, in the order in which gradients arrived. Another order of buckets
-    is another order of summation, so a resumed run would differ in the last bits from one that was not interrupted
-    (visible from three ranks on). Two dummy backwards make DDP rebuild its buckets before training starts.
-    ``any_forward`` returns any scalar that depends on all parameters.
+    DDP rebuilds its buckets after the first backward, in the order in which gradients arrived.
+    Another order of buckets is another order of summation, so a resumed run would differ in the
+    last bits from one that was not interrupted (visible from three ranks on). Two dummy backwards
+    make DDP rebuild its buckets before training starts. ``any_forward`` returns any scalar that
+    depends on all parameters.
     """
     if world.is_alone or is_sharded(module):
         return module
-    # The argument that keeps a forward pass from sending buffers has another name from torch 2.13 on.
+    # The argument that keeps a forward pass from sending buffers has another name from torch 2.13
+    # on.
     known = inspect.signature(DistributedDataParallel).parameters
     sync_buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
     wrapped = DistributedDataParallel(
@@ -61,7 +64,8 @@ def wrap_data_parallel(
 
 
 def gradient_sync(module: nn.Module, *, enabled: bool) -> contextlib.AbstractContextManager:
-    """Average the gradients over ranks in this backward pass only if ``enabled``: for an update's last micro-batch.
+    """Average the gradients over ranks in this backward pass only if ``enabled``: for an update's
+    last micro-batch.
 
     Earlier micro-batches add up their gradients on each rank, so every update averages once.
     """
@@ -81,12 +85,16 @@ def shard(
     shard_size: int | None = None,
     to_host: bool = False,
 ) -> None:
-    """Shard a module whose parameters are on the meta device, in place, and fill it with rank 0's ``weights``.
+    """Shard a module whose parameters are on the meta device, in place, and fill it with rank 0's
+    ``weights``.
 
     Args:
-        layers: parts of ``root``, whose weights are freed after each forward pass; :func:`give_back` frees the others.
-        shard_size: so many neighbouring ranks share one copy, which the others replicate (HSDP); None: all ranks.
-        to_host: weights, gradients and Adam's averages lie in host memory; a layer goes to the GPU when it computes.
+        layers: parts of ``root``, whose weights are freed after each forward pass;
+            :func:`give_back` frees the others.
+        shard_size: so many neighbouring ranks share one copy, which the others replicate (HSDP);
+            None: all ranks.
+        to_host: weights, gradients and Adam's averages lie in host memory; a layer goes to the GPU
+            when it computes.
     """
     kind = world.device.type
     if shard_size is None or shard_size >= world.size:
@@ -121,7 +129,8 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def compute_inside(root: nn.Module, compute: Callable[[], Any]) -> Any:
-    """``compute()`` inside the root's forward pass, where any of its modules can be called, by all ranks alike."""
+    """``compute()`` inside the root's forward pass, where any of its modules can be called, by all
+    ranks alike."""
     if not is_sharded(root):
         return compute()
     try:
@@ -132,7 +141,8 @@ def compute_inside(root: nn.Module, compute: Callable[[], Any]) -> Any:
 
 @contextlib.contextmanager
 def gathered(module: nn.Module) -> Iterator[None]:
-    """Inside the block a layer or root group has its own weights whole; plain modules have them always."""
+    """Inside the block a layer or root group has its own weights whole; plain modules have them
+    always."""
     if is_sharded(module):
         module.unshard()
     try:
@@ -148,10 +158,12 @@ def give_back(root: nn.Module) -> None:
 
 
 def abandon_pass(root: nn.Module) -> None:
-    """Make a sharded module ready for another pass, inside the handler of the exception that ended the last one.
+    """Make a sharded module ready for another pass, inside the handler of the exception that ended
+    the last one.
 
     Raises:
-        ValueError: with the text of that exception, before torch 2.12, where nothing makes it ready.
+        ValueError: with the text of that exception, before torch 2.12, where nothing makes it
+            ready.
     """
     if not hasattr(root, "reset_iter_state"):
         raise ValueError(

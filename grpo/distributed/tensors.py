@@ -1,4 +1,5 @@
-"""State dicts of models and optimizers, and their tensors on disk (``torch.distributed.checkpoint``).
+"""State dicts of models and optimizers, and their tensors on disk
+(``torch.distributed.checkpoint``).
 
 Under FSDP each rank writes a file of its shares, which any other number of ranks can read.
 """
@@ -32,8 +33,9 @@ def whole_trained_weights(
 ) -> dict[str, torch.Tensor]:
     """The state dict of what is trained, of the frozen parameters ``unreached``, and of buffers.
 
-    Of a sharded model, which has no such frozen parameters, it is in rank 0's host memory. Then all ranks call it
-    together, and it is empty on the others. A tied weight stays one tensor under several names.
+    Of a sharded model, which has no such frozen parameters, it is in rank 0's host memory. Then all
+    ranks call it together, and it is empty on the others. A tied weight stays one tensor under
+    several names.
     """
     named = list(model.named_parameters(remove_duplicate=False))
     if not any(map(is_sharded, model.modules())):
@@ -57,8 +59,12 @@ def whole_trained_weights(
     return weights
 
 
-def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """The optimizer's live tensors by ``<parameter>/<state>``; they are made if there are none yet."""
+def optimizer_tensors(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+) -> dict[str, torch.Tensor]:
+    """The optimizer's live tensors by ``<parameter>/<state>``; they are made if there are none
+    yet."""
     state = get_optimizer_state_dict(model, optimizer)["state"]
     tensors = {}
     for name, values in state.items():
@@ -68,10 +74,11 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
 
 
 def save_tensors(tensors: dict[str, torch.Tensor], folder: Path, *, is_alone: bool) -> None:
-    """Write the tensors into ``folder``: this process alone, or all ranks together, which then fail together."""
+    """Write the tensors into ``folder``: this process alone, or all ranks together, which then fail
+    together."""
     with _plain_errors():
-        # A thread may save while decode steps are captured, which forbids host syncs. Without copying ahead the
-        # writer makes no CUDA calls for tensors on the host.
+        # A thread may save while decode steps are captured, which forbids host syncs. Without
+        # copying ahead the writer makes no CUDA calls for tensors on the host.
         writer = dcp.FileSystemWriter(folder, per_thread_copy_ahead=0)
         dcp.save(tensors, storage_writer=writer, no_dist=is_alone)
 
@@ -83,14 +90,16 @@ def saved_names(folder: Path) -> set[str]:
 
 
 def load_tensors(tensors: dict[str, torch.Tensor], folder: Path) -> None:
-    """Fill the tensors, in place, from what :func:`save_tensors` has written: each rank reads its own shares."""
+    """Fill the tensors, in place, from what :func:`save_tensors` has written: each rank reads its
+    own shares."""
     with _plain_errors():
         dcp.load(tensors, storage_reader=_Reader(folder), no_dist=True)
 
 
 @contextlib.contextmanager
 def _plain_errors() -> Iterator[None]:
-    """Raise a rank's error as an OSError: as a CheckpointException it is no Exception, and names no cause."""
+    """Raise a rank's error as an OSError: as a CheckpointException it is no Exception, and names no
+    cause."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -104,7 +113,8 @@ _ALLOWED = re.compile(
     r"pathlib(\._local)?\.PosixPath|torch\.(Size|float\d+|bfloat16|int64|uint8|serialization\._get_layout)"
     r"|torch\.distributed\.checkpoint\.(filesystem\._StorageInfo|metadata\.(?!Bytes)\w+)"
 )
-"""Names that the pickled description of tensors may hold. PyTorch unpickles anything, also entries of bytes."""
+"""Names that the pickled description of tensors may hold. PyTorch unpickles anything, also entries
+of bytes."""
 
 
 class _MetadataUnpickler(pickle.Unpickler):
@@ -115,7 +125,8 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 class _Reader(dcp.FileSystemReader):
-    """Reads tensors and runs no code: PyTorch's own reader unpickles whatever the description holds."""
+    """Reads tensors and runs no code: PyTorch's own reader unpickles whatever the description
+    holds."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
         path = self._get_metadata_path(kwargs.get("rank"))

@@ -1,4 +1,5 @@
-"""One process among the ranks of a run: its number and device, sums and votes over all ranks, its end."""
+"""One process among the ranks of a run: its number and device, sums and votes over all ranks, its
+end."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ class OtherRankFailed(RuntimeError):
 
 
 class Interrupted(BaseException):
-    """A signal asked the run to stop. Like KeyboardInterrupt, no ``except Exception`` may catch it."""
+    """A signal asked the run to stop. Like KeyboardInterrupt, no ``except Exception`` may catch
+    it."""
 
 
 @dataclass
@@ -34,9 +36,11 @@ class World:
     num_machines: int = field(default=1, kw_only=True)
     """Machines of this launch."""
     keeps_collectives: bool = False
-    """With one rank, communicate as with several (tests only: ``GRPO_TEST_COLLECTIVES=1`` under torchrun)."""
+    """With one rank, communicate as with several (tests only: ``GRPO_TEST_COLLECTIVES=1`` under
+    torchrun)."""
     phase: str = field(default="start", compare=False)
-    """The part of a step that this rank is in, or the last complete one ("after update"), for error messages."""
+    """The part of a step that this rank is in, or the last complete one ("after update"), for error
+    messages."""
     stop_signal: int | None = field(default=None, compare=False)
     """The signal that asked this rank to stop (set by ``grpo.run.signals``)."""
     may_interrupt: bool = field(default=False, compare=False)
@@ -53,7 +57,8 @@ class World:
 
     @contextlib.contextmanager
     def timed(self, phase: str, seconds: dict[str, float]) -> Iterator[None]:
-        """Set ``phase`` for the block, then to "after" it, and add the seconds that it took to ``seconds[phase]``."""
+        """Set ``phase`` for the block, then to "after" it, and add the seconds that it took to
+        ``seconds[phase]``."""
         self.phase = phase
         start = time.perf_counter()
         with torch.profiler.record_function(phase):  # names the block in a profiler trace; free without a profiler
@@ -73,11 +78,13 @@ class World:
         return self._all_reduce(tensor, dist.ReduceOp.MAX)
 
     def all_true(self, own: bool) -> bool:
-        """A vote: True if ``own`` is true on every rank. All ranks get the same answer and so take the same branch."""
+        """A vote: True if ``own`` is true on every rank. All ranks get the same answer and so take
+        the same branch."""
         return not bool(self.max(torch.tensor(0.0 if own else 1.0)))
 
     def gather_rows(self, rows: Tensor) -> Tensor:
-        """``[n, ...]`` on each rank to ``[n * size, ...]`` on all; rank r holds the global rows r, r + size, ... ."""
+        """``[n, ...]`` on each rank to ``[n * size, ...]`` on all; rank r holds the global rows r,
+        r + size, ... ."""
         if self.is_alone:
             return rows
         own = rows.to(self.device).contiguous()
@@ -104,9 +111,11 @@ class World:
 
     @contextlib.contextmanager
     def fail_together(self) -> Iterator[None]:
-        """Run the block on every rank, then vote: if it raised on any rank, all raise, and none waits for the others.
+        """Run the block on every rank, then vote: if it raised on any rank, all raise, and none
+        waits for the others.
 
-        The block must not call a collective: a rank that fails before it would leave the others waiting in it.
+        The block must not call a collective: a rank that fails before it would leave the others
+            waiting in it.
 
         Raises:
             Interrupted: on all ranks, if a signal interrupted any of them.
@@ -132,7 +141,8 @@ class World:
 
     @contextlib.contextmanager
     def interruptible(self) -> Iterator[None]:
-        """A block, inside :meth:`fail_together`, that a stop signal ends at once with :class:`Interrupted`."""
+        """A block, inside :meth:`fail_together`, that a stop signal ends at once with
+        :class:`Interrupted`."""
         self.may_interrupt = True
         try:
             if self.stop_signal is not None:
@@ -143,14 +153,16 @@ class World:
 
     @contextlib.contextmanager
     def main_first(self) -> Iterator[None]:
-        """Run the block on the main rank, then on the others, which find its result on disk. All fail together."""
+        """Run the block on the main rank, then on the others, which find its result on disk. All
+        fail together."""
         for is_turn_of_main in (True, False):
             with self.fail_together():  # the other ranks wait here
                 if self.is_main == is_turn_of_main:
                     yield
 
     def check_same(self, values: dict[str, Any]) -> None:
-        """ValueError on all ranks that names the first key, if a value is not the same on all ranks."""
+        """ValueError on all ranks that names the first key, if a value is not the same on all
+        ranks."""
         main, *others = self.gather_objects(values)
         for rank, other in enumerate(others, start=1):
             for name in main | other:
@@ -163,13 +175,15 @@ class World:
     def shutdown(self) -> None:
         """Leave the process group after a run that ended well."""
         if dist.is_initialized():
-            # gloo's thread takes the GIL once more after a collective, to release the tensors. Destroying a process
-            # group while holding the GIL joins that thread: a deadlock (torch 2.13). Sleeping releases the GIL.
+            # gloo's thread takes the GIL once more after a collective, to release the tensors.
+            # Destroying a process group while holding the GIL joins that thread: a deadlock (torch
+            # 2.13). Sleeping releases the GIL.
             time.sleep(0.1)
             dist.destroy_process_group()
 
     def exit_now(self, code: int) -> None:
-        """End this process after a failure; with several ranks without destructors, which could wait for the others."""
+        """End this process after a failure; with several ranks without destructors, which could
+        wait for the others."""
         sys.stdout.flush()
         sys.stderr.flush()
         if not self.is_alone:

@@ -1,4 +1,5 @@
-"""Hugging Face folders: from a model's name to a checked policy, and back to a folder; digests of files."""
+"""Hugging Face folders: from a model's name to a checked policy, and back to a folder; digests of
+files."""
 
 from __future__ import annotations
 
@@ -30,17 +31,26 @@ from grpo.system import publish
 
 BLOCK = 2**20
 BLOCKS = 64
-"""Of a larger file than ``BLOCKS`` blocks of ``BLOCK`` bytes, :func:`digest` reads about so many, evenly spread."""
+"""Of a larger file than ``BLOCKS`` blocks of ``BLOCK`` bytes, :func:`digest` reads about so many,
+evenly spread."""
 WEIGHTS = (".safetensors", ".bin")
 MODEL_FILES = (".json", ".jinja", ".model", ".py", ".tiktoken", ".txt", *WEIGHTS)
 REFERENCE = "model.reference"
 transformers_logging.disable_progress_bar()  # every rank would show one per weight file
 
 
-def resolve_model(name_or_path: str, dataset: str, *, trust_remote_code: bool = False, adapters: bool = False) -> str:
-    """The folder or Hub id to load from; for ``builtin:tiny`` the tiny model's, which is built if it is missing.
+def resolve_model(
+    name_or_path: str,
+    dataset: str,
+    *,
+    trust_remote_code: bool = False,
+    adapters: bool = False,
+) -> str:
+    """The folder or Hub id to load from; for ``builtin:tiny`` the tiny model's, which is built if
+    it is missing.
 
-    ValueError if transformers knows no model there, or if it is the folder of a LoRA adapter and ``adapters`` is False.
+    ValueError if transformers knows no model there, or if it is the folder of a LoRA adapter and
+    ``adapters`` is False.
     """
     if name_or_path == "builtin:tiny":
         task = "arithmetic"
@@ -67,7 +77,8 @@ def check_context(
     key: str = "rollout.max_completion_length",
     trust_remote_code: bool = False,
 ) -> None:
-    """ValueError if the longest prompt and a completion of ``max_length`` (``key``) exceed the model's context."""
+    """ValueError if the longest prompt and a completion of ``max_length`` (``key``) exceed the
+    model's context."""
     config = AutoConfig.from_pretrained(base_of(path), trust_remote_code=trust_remote_code)
     context = context_limit(config)
     longest = max(len(problem.prompt_ids) for problem in problems)
@@ -84,7 +95,8 @@ def load_tokenizer(
     trust_remote_code: bool = False,
     chat_template: str | None = None,
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model folder or Hub id, or ValueError. An adapter folder without one has that of its model."""
+    """The tokenizer of a model folder or Hub id, or ValueError. An adapter folder without one has
+    that of its model."""
     if not os.path.exists(os.path.join(path, "tokenizer_config.json")):
         path = base_of(path)
     with reading(f"the tokenizer of {path} cannot be loaded"):
@@ -106,7 +118,8 @@ def check_reference(
     *,
     trust_remote_code: bool = False,
 ) -> None:
-    """ValueError unless ``model.reference`` has the policy's tokens, and a context for prompt and completion."""
+    """ValueError unless ``model.reference`` has the policy's tokens, and a context for prompt and
+    completion."""
     other = load_tokenizer(path, trust_remote_code=trust_remote_code)
     if other.get_vocab() != tokenizer.get_vocab():
         raise ValueError(f"{REFERENCE}={path} has another vocabulary than the model that is trained")
@@ -126,9 +139,11 @@ def load_policy(
 ) -> Policy:
     """Load a model with fp32 master weights: updates at a learning rate of 1e-6 round away in bf16.
 
-    The folder of a LoRA adapter gives its model with the adapter in it, frozen weights in ``base_precision``.
+    The folder of a LoRA adapter gives its model with the adapter in it, frozen weights in
+    ``base_precision``.
 
-    ValueError if weights do not load, are incomplete or not finite, or if model, tokenizer and settings do not fit.
+    ValueError if weights do not load, are incomplete or not finite, or if model, tokenizer and
+    settings do not fit.
     """
     base = base_of(path)
     model = _load_weights(
@@ -137,12 +152,13 @@ def load_policy(
         trust_remote_code=trust_remote_code,
     )
     if torch.device(device).type == "cuda":
-        # PyTorch prefers cuDNN's attention on Hopper since 2.11. It makes a new plan for every shape, and shapes hardly
-        # repeat here; with a mask its gradients can be NaN (pytorch/pytorch#196678).
+        # PyTorch prefers cuDNN's attention on Hopper since 2.11. It makes a new plan for every
+        # shape, and shapes hardly repeat here; with a mask its gradients can be NaN
+        # (pytorch/pytorch#196678).
         torch.backends.cuda.enable_cudnn_sdp(False)
     if gradient_checkpointing:
         # Renamed in transformers 5.23, where the old name still works and warns.
-        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
         enable({"use_reentrant": False})
     eos_ids = end_tokens(model, tokenizer)
     if not eos_ids:
@@ -164,7 +180,8 @@ def load_policy(
 
 
 def _load_weights(path: str, **options: Any) -> PreTrainedModel:
-    """The model in fp32; ValueError also if weights are missing, which transformers would draw at random."""
+    """The model in fp32; ValueError also if weights are missing, which transformers would draw at
+    random."""
     with reading(f"{path} cannot be loaded"):
         model, report = AutoModelForCausalLM.from_pretrained(
             path,
@@ -179,7 +196,8 @@ def _load_weights(path: str, **options: Any) -> PreTrainedModel:
 
 
 def check_base(adapter: str, base: str) -> None:
-    """ValueError if the weights of an adapter's model are not those that a run of this project trained it with."""
+    """ValueError if the weights of an adapter's model are not those that a run of this project
+    trained it with."""
     state_file = Path(adapter, "trainer", "state.json")
     if not state_file.exists():
         return
@@ -196,7 +214,8 @@ def check_base(adapter: str, base: str) -> None:
 
 
 def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Every EOS id that tokenizer, config or generation config name; nothing else is read from the last."""
+    """Every EOS id that tokenizer, config or generation config name; nothing else is read from the
+    last."""
     ids = set()
     for source in (tokenizer, model.config, model.generation_config):
         value = getattr(source, "eos_token_id", None)
@@ -208,7 +227,8 @@ def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tu
 
 
 def save_weights(model: Any, weights: dict[str, torch.Tensor], folder: Path) -> None:
-    """Write a model, or the adapter in peft's model, with the given weights and without a tokenizer."""
+    """Write a model, or the adapter in peft's model, with the given weights and without a
+    tokenizer."""
     if not isinstance(model, PreTrainedModel):
         model.save_pretrained(
             folder,
@@ -217,8 +237,8 @@ def save_weights(model: Any, weights: dict[str, torch.Tensor], folder: Path) -> 
             save_embedding_layers=False,
         )
         return
-    # transformers refuses to save some models' own generation config (a temperature without do_sample), which no run
-    # uses: it is written beside the model without that check.
+    # transformers refuses to save some models' own generation config (a temperature without
+    # do_sample), which no run uses: it is written beside the model without that check.
     original = model.generation_config
     model.generation_config = GenerationConfig()
     try:
@@ -234,11 +254,12 @@ def write_merged(
     *,
     trust_remote_code: bool = False,
 ) -> None:
-    """Write the whole model of an adapter folder, its weights added up in fp32 by peft, and its tokenizer.
+    """Write the whole model of an adapter folder, its weights added up in fp32 by peft, and its
+    tokenizer.
 
-    The model's own weights are read from its files: those that a run has in memory may be rounded to bf16. ``output``
-    appears when it is complete and on disk. ValueError if it exists, if adapter or model cannot be loaded or do not
-    fit, or if the model has changed.
+    The model's own weights are read from its files: those that a run has in memory may be rounded
+    to bf16. ``output`` appears when it is complete and on disk. ValueError if it exists, if adapter
+    or model cannot be loaded or do not fit, or if the model has changed.
     """
     adapter = str(adapter)
     output = Path(output)
@@ -261,7 +282,8 @@ def write_merged(
 
 
 def digest(path: str | Path) -> str:
-    """SHA-256 of a file's size and content; above 64 MiB of blocks of 1 MiB, which takes little time."""
+    """SHA-256 of a file's size and content; above 64 MiB of blocks of 1 MiB, which takes little
+    time."""
     size = os.path.getsize(path)
     found = hashlib.sha256(str(size).encode())
     with open(path, "rb") as file:
@@ -272,7 +294,8 @@ def digest(path: str | Path) -> str:
 
 
 def model_digests(name: str, path: str, *, with_weights: bool) -> dict[str, str]:
-    """``name/<file>`` -> digest for each file of a folder; for a model of the Hub ``name`` -> its cached commit."""
+    """``name/<file>`` -> digest for each file of a folder; for a model of the Hub ``name`` -> its
+    cached commit."""
     digests = {}
     if os.path.isdir(path):
         for file in sorted(Path(path).iterdir()):

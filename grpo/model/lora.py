@@ -1,7 +1,9 @@
-"""LoRA: peft makes, loads, switches and writes adapters. Here is what peft lacks: the plain weight of an adapted layer.
+"""LoRA: peft makes, loads, switches and writes adapters. Here is what peft lacks: the plain weight
+of an adapted layer.
 
-peft puts its layers into the model in place, and ``policy.adapter`` is peft's own object around that model. An adapted
-linear layer computes ``base(x) + scale * B(A(x))``; ``A`` is ``[rank, in]`` and ``B`` is ``[out, rank]``.
+peft puts its layers into the model in place, and ``policy.adapter`` is peft's own object around
+that model. An adapted linear layer computes ``base(x) + scale * B(A(x))``; ``A`` is ``[rank, in]``
+and ``B`` is ``[out, rank]``.
 """
 
 from __future__ import annotations
@@ -23,13 +25,15 @@ from grpo.system import import_extra
 
 TRAINED = "default"
 REFERENCE_ADAPTER = "reference"
-"""Names of adapters inside of peft's layers: the one that is trained, and a frozen one that the KL is measured from."""
+"""Names of adapters inside of peft's layers: the one that is trained, and a frozen one that the KL
+is measured from."""
 PLAIN = {
     "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode", "r",
     "lora_alpha", "lora_dropout", "use_rslora", "rank_pattern", "alpha_pattern", "fan_in_fan_out", "target_modules",
     "exclude_modules", "layers_to_transform", "layers_pattern",
 }  # fmt: skip
-"""Fields of peft's ``LoraConfig`` with any value of which a layer computes ``W + scale * B @ A``, and nothing more."""
+"""Fields of peft's ``LoraConfig`` with any value of which a layer computes ``W + scale * B @ A``,
+and nothing more."""
 
 
 def is_adapter(path: str | Path) -> bool:
@@ -65,8 +69,9 @@ def add_adapter(
 ) -> None:
     """Put a new adapter into the policy's model as ``policy.adapter``, and freeze everything else.
 
-    ``settings`` are of peft's ``LoraConfig``, ``base`` is the model for ``adapter_config.json``. No global random
-    number is drawn. ValueError if ``target_modules`` names layers that are missing or not linear.
+    ``settings`` are of peft's ``LoraConfig``, ``base`` is the model for ``adapter_config.json``. No
+    global random number is drawn. ValueError if ``target_modules`` names layers that are missing or
+    not linear.
     """
     targets = settings["target_modules"]
     has_experts = any(p.dim() == 3 for p in policy.model.parameters())
@@ -92,10 +97,12 @@ def read_adapter(
     base: str,
     dropout: float = 0.0,
 ) -> None:
-    """Load the adapter of a folder into the policy's model as ``policy.adapter``, with another dropout.
+    """Load the adapter of a folder into the policy's model as ``policy.adapter``, with another
+    dropout.
 
-    ValueError unless its layers compute ``W + scale * B @ A`` with the model's own ``W``, as the sampler and the
-    reference of the KL do. DoRA and trained biases do more, PiSSA and OLoRA have another ``W``.
+    ValueError unless its layers compute ``W + scale * B @ A`` with the model's own ``W``, as the
+    sampler and the reference of the KL do. DoRA and trained biases do more, PiSSA and OLoRA have
+    another ``W``.
     """
     config = read_adapter_config(folder)
     plain = load_peft().LoraConfig()
@@ -124,7 +131,8 @@ def read_values(policy: Policy, folder: str | Path) -> None:
 
 
 def _inject(policy: Policy, config: Any, base: str, seed: int) -> None:
-    """Let peft put its layers in; ValueError if it adapts anything but linear layers before the head."""
+    """Let peft put its layers in; ValueError if it adapts anything but linear layers before the
+    head."""
     peft = load_peft()
     model = policy.model
     # peft asks for them anew, and both are needless for checkpointing as done here.
@@ -143,7 +151,8 @@ def _inject(policy: Policy, config: Any, base: str, seed: int) -> None:
     for name, layer in model.named_modules():
         if not isinstance(layer, peft.tuners.tuners_utils.BaseTunerLayer):
             continue
-        # The input stays in bf16 under autocast: peft would cast it to fp32, and autocast would cast it back.
+        # The input stays in bf16 under autocast: peft would cast it to fp32, and autocast would
+        # cast it back.
         layer.cast_input_dtype_enabled = False
         is_linear = isinstance(layer.get_base_layer(), nn.Linear | Conv1D)
         if layer is model.get_output_embeddings() or not is_linear:
@@ -177,9 +186,11 @@ def copy_to_reference_adapter(model: nn.Module) -> None:
 
 
 class AdapterReference:
-    """Log-probs under the reference: the policy's own model with its adapter switched off, or with a frozen adapter.
+    """Log-probs under the reference: the policy's own model with its adapter switched off, or with
+    a frozen adapter.
 
-    It is called as a :class:`grpo.algorithm.logprobs.CompletionScorer`, between updates and without gradient.
+    It is called as a :class:`grpo.algorithm.logprobs.CompletionScorer`, between updates and without
+    gradient.
     """
 
     def __init__(self, policy: Policy, scorer: CompletionScorer):
@@ -215,7 +226,8 @@ class AdapterReference:
 
 
 def adapted_base(layer: nn.Module) -> nn.Linear | None:
-    """The frozen ``nn.Linear`` inside of a layer that has an adapter; None for every other module."""
+    """The frozen ``nn.Linear`` inside of a layer that has an adapter; None for every other
+    module."""
     base = getattr(layer, "base_layer", None)
     if isinstance(base, nn.Linear) and hasattr(layer, "lora_A"):
         return base
@@ -224,7 +236,8 @@ def adapted_base(layer: nn.Module) -> nn.Linear | None:
 
 @torch.no_grad()
 def effective_weight(layer: nn.Module) -> torch.Tensor:
-    """``[out, in]`` the weight of a linear layer; with an adapter ``W + scale * B @ A``, added up in fp32."""
+    """``[out, in]`` the weight of a linear layer; with an adapter ``W + scale * B @ A``, added up
+    in fp32."""
     base = adapted_base(layer)
     if base is None:
         return layer.weight.detach()

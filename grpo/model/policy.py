@@ -1,4 +1,5 @@
-"""The model that is trained: its precision, head and dropout; and the frozen reference of the KL term."""
+"""The model that is trained: its precision, head and dropout; and the frozen reference of the KL
+term."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ class Policy:
     """A causal language model, its tokenizer, and the precision it computes in."""
 
     model: PreTrainedModel
-    """The bare model with fp32 master weights. DDP wraps a scorer around it; FSDP shards its parameters in place."""
+    """The bare model with fp32 master weights. DDP wraps a scorer around it; FSDP shards its
+    parameters in place."""
     tokenizer: PreTrainedTokenizerBase
     eos_ids: tuple[int, ...]
     """Every token that ends a completion: all that tokenizer, config and generation config name."""
@@ -38,11 +40,13 @@ class Policy:
     precision: str
     """``bf16`` (autocast) or ``fp32``."""
     adapter: Any = None
-    """peft's model around ``model``, whose LoRA adapter is all that is trained; None: all weights are trained."""
+    """peft's model around ``model``, whose LoRA adapter is all that is trained; None: all weights
+    are trained."""
     unreached: dict[str, nn.Parameter] = field(default_factory=dict)
     """Parameters that :func:`freeze_unreached` has frozen, by name; checkpoints hold them, too."""
     is_llama: bool = False
-    """True if the written-out decode step computes it right; :func:`grpo.rollout.check_model` finds that out."""
+    """True if the written-out decode step computes it right; :func:`grpo.rollout.check_model` finds
+    that out."""
 
     @property
     def trained(self) -> Any:
@@ -60,7 +64,8 @@ class Policy:
         return context_limit(self.model.config)
 
     def check_room(self, prompt_length: int, max_length: int) -> None:
-        """UserError if a prompt and a completion of ``max_length`` tokens exceed the context together."""
+        """UserError if a prompt and a completion of ``max_length`` tokens exceed the context
+        together."""
         context = self.context_length
         # The start of a run has refused a completion that does not fit alone.
         if context is not None and max_length < context < prompt_length + max_length:
@@ -70,7 +75,8 @@ class Policy:
             )
 
     def without_weights(self) -> Policy:
-        """A copy whose parameters are on the meta device: the same modules, ties, adapters and buffers."""
+        """A copy whose parameters are on the meta device: the same modules, ties, adapters and
+        buffers."""
         # A hook that no pickle takes, and that checkpointing here does not need.
         self.model.disable_input_require_grads()
         copies = {}
@@ -85,7 +91,8 @@ class Policy:
         return torch.autocast(self.device.type, dtype=torch.bfloat16)
 
     def score_one_token(self, scorer: nn.Module) -> torch.Tensor:
-        """A log-prob by this model's scorer. It depends on all parameters that the model uses for a token."""
+        """A log-prob by this model's scorer. It depends on all parameters that the model uses for a
+        token."""
         ids_BS = torch.full((1, 2), self.pad_id, device=self.device)
         prompt_lengths_B = torch.tensor([1], device=self.device)
         mask_BT = torch.tensor([[True]], device=self.device)
@@ -108,9 +115,11 @@ class Policy:
 
     @contextlib.contextmanager
     def inference(self) -> Iterator[None]:
-        """Eval mode, no gradients, autocast. The previous mode is restored, also after an exception.
+        """Eval mode, no gradients, autocast. The previous mode is restored, also after an
+        exception.
 
-        In train mode transformers ignores the KV cache under gradient checkpointing, and there may be dropout.
+        In train mode transformers ignores the KV cache under gradient checkpointing, and there may
+        be dropout.
         """
         was_training = self.model.training
         self.model.eval()
@@ -123,10 +132,11 @@ class Policy:
 
 
 def context_limit(config: PreTrainedConfig) -> int | None:
-    """Most tokens of a sequence; None if the configuration names no limit. Of longrope the *original* context.
+    """Most tokens of a sequence; None if the configuration names no limit. Of longrope the
+    *original* context.
 
-    Beyond it longrope has other frequencies, and transformers chooses by the longest row of a pass: log-probs would
-    depend on which rows share a pass.
+    Beyond it longrope has other frequencies, and transformers chooses by the longest row of a pass:
+    log-probs would depend on which rows share a pass.
     """
     text = config.get_text_config()
     limit = getattr(text, "max_position_embeddings", None)
@@ -141,7 +151,8 @@ def context_limit(config: PreTrainedConfig) -> int | None:
 
 @contextlib.contextmanager
 def reading(what: str) -> Iterator[None]:
-    """Errors of transformers and peft about a folder, of many types, as a ValueError that begins with ``what``."""
+    """Errors of transformers and peft about a folder, of many types, as a ValueError that begins
+    with ``what``."""
     try:
         yield
     except Exception as error:
@@ -166,10 +177,11 @@ def num_parameters(model: nn.Module, *, trained: bool = False) -> int:
 
 
 def freeze_unreached(model: nn.Module, output: torch.Tensor) -> dict[str, nn.Parameter]:
-    """Freeze the parameters that ``output``, computed from text, does not depend on, and return them by name.
+    """Freeze the parameters that ``output``, computed from text, does not depend on, and return
+    them by name.
 
-    In a model that reads images, text does not reach the vision tower. DDP would wait for its gradient for ever.
-    ValueError if nothing is left to train.
+    In a model that reads images, text does not reach the vision tower. DDP would wait for its
+    gradient for ever. ValueError if nothing is left to train.
     """
     if not output.requires_grad:
         raise ValueError(
@@ -195,13 +207,15 @@ def freeze_unreached(model: nn.Module, output: torch.Tensor) -> dict[str, nn.Par
 
 
 def make_reference(model: nn.Module) -> nn.Module:
-    """A frozen copy of a model, or of its scorer, in eval mode. Under the policy's autocast, the KL at step 0 is 0."""
+    """A frozen copy of a model, or of its scorer, in eval mode. Under the policy's autocast, the KL
+    at step 0 is 0."""
     reference = copy.deepcopy(model)
     return reference.eval().requires_grad_(False)
 
 
 def store_frozen_in_bf16(policy: Policy) -> None:
-    """Store the frozen weights of linear layers in bf16: logits keep their bits, since autocast casts at every use.
+    """Store the frozen weights of linear layers in bf16: logits keep their bits, since autocast
+    casts at every use.
 
     A weight that two modules use (an embedding tied to the head) stays in fp32. If a short forward
     pass gives other logits or fails, all weights stay in fp32.
@@ -234,7 +248,8 @@ def store_frozen_in_bf16(policy: Policy) -> None:
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The model's list of modules with the most parameters, which its hidden states pass through; or ValueError."""
+    """The model's list of modules with the most parameters, which its hidden states pass through;
+    or ValueError."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     if not lists:
         raise ValueError(f"{type(model).__name__} has no list of decoder layers: set runtime.parallel=ddp")
@@ -249,7 +264,8 @@ def sync_reference(reference: nn.Module, model: nn.Module, alpha: float) -> None
 
 
 class HalfLinear(nn.Linear):
-    """A frozen linear layer in bf16. Without autocast it computes in the dtype of its input, for checks in fp32."""
+    """A frozen linear layer in bf16. Without autocast it computes in the dtype of its input, for
+    checks in fp32."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if torch.is_autocast_enabled(x.device.type):
@@ -266,9 +282,11 @@ def half_linear(layer: nn.Linear) -> HalfLinear:
 
 
 def turn_dropout_off(model: nn.Module) -> None:
-    """Set every number named after randomness to 0, in modules and in configurations, which some models read.
+    """Set every number named after randomness to 0, in modules and in configurations, which some
+    models read.
 
-    :func:`grpo.rollout.check_model` checks that nothing stays random, and that nothing else has changed.
+    :func:`grpo.rollout.check_model` checks that nothing stays random, and that nothing else has
+    changed.
     """
     holders = []
     for module in model.modules():
@@ -285,7 +303,8 @@ def turn_dropout_off(model: nn.Module) -> None:
 
 
 def in_training_mode(policy: Policy, compute: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
-    """Results in training mode under two seeds. The mode, and the state of global generators, stay as they were."""
+    """Results in training mode under two seeds. The mode, and the state of global generators, stay
+    as they were."""
     devices = [policy.device] if policy.device.type == "cuda" else []
     was_training = policy.model.training
     policy.model.train()

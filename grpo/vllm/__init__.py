@@ -1,4 +1,5 @@
-"""The vLLM engine (``rollout.engine=vllm``): servers get the weights before each rollout and sample over HTTP."""
+"""The vLLM engine (``rollout.engine=vllm``): servers get the weights before each rollout and sample
+over HTTP."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""HTTP client of one vLLM server: the routes that are called, their answers as records, and errors of one line."""
+"""HTTP client of one vLLM server: the routes that are called, their answers as records, and errors
+of one line."""
 
 from __future__ import annotations
 
@@ -63,7 +64,8 @@ class Server:
         self.address = address
         self.timeout_s = timeout_s
         self.explain: Callable[[str], str] = lambda problem: problem
-        """Of a server that the trainer has started: :meth:`grpo.vllm.server.StartedServer.explain`."""
+        """Of a server that the trainer has started:
+        :meth:`grpo.vllm.server.StartedServer.explain`."""
         self.model = ""
         """The name of its model in requests, which the engine asks for."""
 
@@ -79,7 +81,8 @@ class Server:
     ) -> httpx.Response:
         """The answer to one request, which is sent once.
 
-        ServerError if the server cannot be reached, does not answer in time, or answers with an error.
+        ServerError if the server cannot be reached, does not answer in time, or answers with an
+        error.
         """
         timeout = httpx.Timeout(self.timeout_s, connect=min(10.0, self.timeout_s))
         try:
@@ -133,7 +136,8 @@ class Server:
 @asynccontextmanager
 async def session() -> AsyncIterator[httpx.AsyncClient]:
     """A client with the API key of the environment and without the environment's proxies."""
-    # A connection is used once: vLLM closes idle ones, and httpx looks through all of them at each answer.
+    # A connection is used once: vLLM closes idle ones, and httpx looks through all of them at each
+    # answer.
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     transport = httpx.AsyncHTTPTransport(retries=3, limits=limits)
     headers = {}

@@ -1,4 +1,5 @@
-"""The vLLM engine: each rollout gives the policy's weights to vLLM servers and samples from them over HTTP.
+"""The vLLM engine: each rollout gives the policy's weights to vLLM servers and samples from them
+over HTTP.
 
 One request per completion, with the seed of that completion, token ids in and token ids out.
 """
@@ -40,7 +41,8 @@ LOWEST_TEMPERATURE = 0.01
 
 
 class VLLMEngine:
-    """Samples completions of problems from vLLM servers (:class:`grpo.rollout.interface.Engine`)."""
+    """Samples completions of problems from vLLM servers
+    (:class:`grpo.rollout.interface.Engine`)."""
 
     communicates = True
     rows_per_call = ROWS_PER_CALL
@@ -55,7 +57,8 @@ class VLLMEngine:
         root: nn.Module | None = None,
         probe_ids: Sequence[int] = (),
     ):
-        """All ranks build it together, with the same servers; arguments as of :func:`grpo.vllm.build_engine`.
+        """All ranks build it together, with the same servers; arguments as of
+        :func:`grpo.vllm.build_engine`.
 
         ServerError, on all ranks, if a server does not answer or cannot sample for this policy.
         """
@@ -66,7 +69,8 @@ class VLLMEngine:
         """Called by :meth:`close`: ends servers that were started for this engine."""
         self.probe = Probe(policy, root or policy.model, probe_ids)
         self.version: str | None = None
-        """A name for the weights that the servers have, used once; None outside of :meth:`weights`."""
+        """A name for the weights that the servers have, used once; None outside of
+        :meth:`weights`."""
         self._adapter: Path | None = None
         """The files of the adapter that the servers have."""
         self.folder = WeightsFolder(weights_folder)
@@ -78,7 +82,8 @@ class VLLMEngine:
 
     @contextmanager
     def weights(self) -> Iterator[None]:
-        """Give the policy's weights to the servers, now, for all calls of :meth:`generate` inside the block.
+        """Give the policy's weights to the servers, now, for all calls of :meth:`generate` inside
+        the block.
 
         ServerError, on all ranks, if a server does not load them.
         """
@@ -118,7 +123,8 @@ class VLLMEngine:
         on_tokens: Callable[[int], None] | None = None,
         replies: Replies | None = None,
     ) -> list[Group]:
-        """See :meth:`grpo.rollout.interface.Engine.generate`; ``on_tokens`` is called when a completion has arrived.
+        """See :meth:`grpo.rollout.interface.Engine.generate`; ``on_tokens`` is called when a
+        completion has arrived.
 
         ServerError if a server does not answer in time, or does not return what was asked for.
         """
@@ -147,9 +153,11 @@ class VLLMEngine:
         self.on_close()
 
     def wait_for(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """Its result. An exception that a signal handler raises here cancels it, so that servers stop computing.
+        """Its result. An exception that a signal handler raises here cancels it, so that servers
+        stop computing.
 
-        Replies are called in this thread meanwhile, as by the built-in engine: a tool may refuse other threads.
+        Replies are called in this thread meanwhile, as by the built-in engine: a tool may refuse
+        other threads.
         """
         self.calls = SimpleQueue()
         future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
@@ -266,7 +274,12 @@ class VLLMEngine:
                 for task in tasks:
                     task.cancel()
 
-    async def _sample(self, server: Server, http: httpx.AsyncClient, body: dict[str, Any]) -> Sampled:
+    async def _sample(
+        self,
+        server: Server,
+        http: httpx.AsyncClient,
+        body: dict[str, Any],
+    ) -> Sampled:
         """One completion; ServerError if it is not what was asked for, or of other weights."""
         # A salt keeps what the prefix cache holds of other weights out of use.
         body["cache_salt"] = self.version

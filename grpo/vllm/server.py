@@ -1,4 +1,5 @@
-"""vLLM servers that the trainer starts on its own machine (``rollout.server=start``), and that end with it."""
+"""vLLM servers that the trainer starts on its own machine (``rollout.server=start``), and that end
+with it."""
 
 from __future__ import annotations
 
@@ -27,12 +28,14 @@ LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 LAUNCHER_VARIABLES = re.compile(
     "RANK|WORLD_SIZE|(LOCAL|GROUP)_(RANK|WORLD_SIZE)|ROLE_.*|MASTER_(ADDR|PORT)|TORCHELASTIC_.*|TORCH_NCCL_.*"
 )
-"""Environment variables of the trainer's launcher, which would make the server look for other ranks."""
+"""Environment variables of the trainer's launcher, which would make the server look for other
+ranks."""
 END_WITH_PARENT = (
     "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); os.getppid() == int(sys.argv[1]) or sys.exit(1); "
     "os.execvp(sys.argv[2], sys.argv[2:])"
 )
-"""Becomes the server's program, which gets SIGTERM when its parent has ended (PR_SET_PDEATHSIG), also by SIGKILL."""
+"""Becomes the server's program, which gets SIGTERM when its parent has ended (PR_SET_PDEATHSIG),
+also by SIGKILL."""
 
 
 def start_server(
@@ -44,7 +47,8 @@ def start_server(
     folder: Path,
     stack: contextlib.ExitStack,
 ) -> StartedServer:
-    """A server on this machine, when it answers; ``stack`` ends it. Arguments as of :func:`grpo.vllm.build_engine`."""
+    """A server on this machine, when it answers; ``stack`` ends it. Arguments as of
+    :func:`grpo.vllm.build_engine`."""
     if world.num_machines > 1:
         raise ConfigError("rollout.server=start is for one machine: name the addresses of servers in rollout.server")
     options = [
@@ -76,13 +80,15 @@ def start_server(
 
 
 class StartedServer:
-    """A server and its processes, in a process group of their own: Ctrl-C in the terminal is for the trainer."""
+    """A server and its processes, in a process group of their own: Ctrl-C in the terminal is for
+    the trainer."""
 
     def __init__(self, command: str, model: str, options: list[str], log: Path):
         """Start a server for the folder ``model`` on a free port. Its output goes to ``log``.
 
-        Of two values of an option the last one counts: the command's own options (``rollout.vllm_command``) win over
-        ``options``, which are put behind the model, and host and port over both.
+        Of two values of an option the last one counts: the command's own options
+        (``rollout.vllm_command``) win over ``options``, which are put behind the model, and host
+        and port over both.
         """
         words = []
         for word in shlex.split(command):

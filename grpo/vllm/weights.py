@@ -25,18 +25,19 @@ MOST = 64
 
 
 class WeightsFolder:
-    """A folder of this process inside ``rollout.weights_folder``, with the weights that are being loaded."""
+    """A folder of this process inside ``rollout.weights_folder``, with the weights that are being
+    loaded."""
 
     def __init__(self, parent: str):
         self.prefix = f"grpo-{socket.gethostname()}-"
         self.path = Path(os.path.abspath(parent), f"{self.prefix}{os.getpid()}-{uuid.uuid4().hex[:8]}")
 
     def write(self, policy: Policy, weights: dict[str, torch.Tensor], version: str) -> Path:
-        """Delete what ended processes of this machine have left, then write weights as ``save_pretrained`` does, in the
-        precision of the run, an adapter in fp32.
+        """Delete what ended processes of this machine have left, then write weights as
+        ``save_pretrained`` does, in the precision of the run, an adapter in fp32.
 
-        A tied weight is written under each of its names: on the CPU, vLLM makes its packed copy of the head anew only
-        when the files hold the head.
+        A tied weight is written under each of its names: on the CPU, vLLM makes its packed copy of
+        the head anew only when the files hold the head.
         """
         for left in self.path.parent.glob(f"{self.prefix}*"):
             pid = left.name.removeprefix(self.prefix).partition("-")[0]
@@ -53,7 +54,8 @@ class Probe:
     """Proof that a server computes with the policy's weights: log-probs of a fixed text by both."""
 
     def __init__(self, policy: Policy, root: nn.Module, ids: Sequence[int]):
-        """``ids``: a prompt, whose first tokens are taken; fixed ones in place of fewer than :data:`FEWEST`."""
+        """``ids``: a prompt, whose first tokens are taken; fixed ones in place of fewer than
+        :data:`FEWEST`."""
         self.policy = policy
         self.root = root
         self.ids = list(ids[:MOST])
@@ -66,7 +68,8 @@ class Probe:
         """Of each server the last new answer, and the policy's log-probs then."""
 
     def update(self) -> None:
-        """Compute the policy's log-probs, ValueError if they are NaN; all ranks call it together."""
+        """Compute the policy's log-probs, ValueError if they are NaN; all ranks call it
+        together."""
         sequence_1S = torch.tensor([self.ids], device=self.policy.device)
 
         def logits() -> torch.Tensor:
@@ -82,8 +85,9 @@ class Probe:
     def compare(self, server: Any, found: Sequence[float]) -> str | None:
         """The fault of a server's log-probs after it has loaded the weights; None: there is none.
 
-        They must be near the policy's. And they must change with them: an answer that stays the same to the bit, while
-        the policy has moved by more than the two programs differ, is that of weights which were not applied.
+        They must be near the policy's. And they must change with them: an answer that stays the
+        same to the bit, while the policy has moved by more than the two programs differ, is that of
+        weights which were not applied.
         """
         found_S = torch.tensor(found)
         limit = LIMITS[self.policy.precision]

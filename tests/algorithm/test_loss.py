@@ -403,9 +403,9 @@ def test_gradient_does_not_depend_on_the_cut(aggregation):
         (dict(objective=lambda *tensors: 1.0), r"of shape \(4, 3\), got float"),
         (dict(aggregation="constant"), "max_length"),
         (dict(beta=0.1), "beta=0.1 needs ref_logprobs_BT"),
-        (dict(old_logprobs_BT=OLD[:3]), r"old_logprobs has shape \(3, 3\)"),
-        (dict(mask_BT=MASK[:, :2]), r"mask has shape \(4, 2\)"),
-        (dict(advantages_B=A[:3]), "one advantage per row"),
+        (dict(old_logprobs_BT=OLD[:3]), r"shape \(4, 3\), got \(3, 3\)"),
+        (dict(mask_BT=MASK[:, :2]), r"shape \(4, 3\), got \(4, 2\)"),
+        (dict(advantages_B=A[:3]), "one advantage for each of 4 rows"),
     ],
 )
 def test_what_has_no_loss_is_refused(change, message):
