@@ -197,6 +197,7 @@ class AdapterReference:
         """``scorer``: the policy's, which FSDP may have sharded."""
         self.policy = policy
         self.scorer = scorer
+        self.model = policy.model
 
     @property
     def packed(self) -> bool:
@@ -204,10 +205,9 @@ class AdapterReference:
 
     @torch.no_grad()
     def __call__(self, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        model = self.policy.model
         adapter = self.policy.adapter
-        was_training = model.training
-        model.eval()  # a frozen adapter has no dropout
+        was_training = self.model.training
+        self.model.eval()  # a frozen adapter has no dropout
         try:
             if REFERENCE_ADAPTER in adapter.peft_config:
                 adapter.set_adapter(REFERENCE_ADAPTER, inference_mode=True)
@@ -222,7 +222,7 @@ class AdapterReference:
             adapter.set_adapter(TRAINED)
             for parameter in self.policy.unreached.values():  # peft trains all of an adapter
                 parameter.requires_grad_(False)
-            model.train(was_training)
+            self.model.train(was_training)
 
 
 def adapted_base(layer: nn.Module) -> nn.Linear | None:
