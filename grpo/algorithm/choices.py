@@ -32,8 +32,8 @@ def check_choice(name: str, value: str, choices: Any) -> None:
 def check_returned(name: str, value: Any, shape: Sequence[int]) -> None:
     """ValueError if a function of the user, called ``name``, returned anything but a tensor of this
     shape."""
-    got = getattr(value, "shape", type(value).__name__)
-    if got != shape:
+    got = tuple(value.shape) if hasattr(value, "detach") else type(value).__name__
+    if got != tuple(shape):
         raise ValueError(f"{name} must return a tensor of shape {tuple(shape)}, got {got}")
 
 

@@ -110,8 +110,8 @@ def _choose_device(wanted: str, local_rank: int, local_size: int) -> torch.devic
         # Where NVIDIA's driver is, ranks must not become CPU ranks, one for each GPU.
         if wanted == "cuda" or (shutil.which("nvidia-smi") and not is_hidden):
             raise ValueError(
-                f"PyTorch {torch.__version__} (for CUDA {torch.version.cuda}) cannot use a GPU of this machine: install "
-                "a PyTorch for the CUDA version that `nvidia-smi` prints, or set runtime.device=cpu"
+                f"PyTorch {torch.__version__} (for CUDA {torch.version.cuda}) cannot use a GPU of this machine: "
+                "install a PyTorch for the CUDA version that `nvidia-smi` prints, or set runtime.device=cpu"
             )
         return torch.device("cpu")
     count = torch.cuda.device_count()

@@ -204,6 +204,6 @@ def test_advantages_of_the_user():
     assert advantages_PG.tolist() == [[2.0, 4.0], [0.0, 4.0]]
     advantages_PG = call_user_advantages(lambda rewards, values: rewards.mul_(0), rewards_PG, values_PGF)
     assert advantages_PG.abs().sum() == 0 and rewards_PG[0].tolist() == [1.0, 1.0], "works on a copy"
-    for wrong, got in ((lambda r, v: r[:1], r"\[1, 2\]"), (lambda r, v: 1.0, "float"), (lambda r, v: r / 0, "finite")):
+    for wrong, got in ((lambda r, v: r[:1], r"\(1, 2\)"), (lambda r, v: 1.0, "float"), (lambda r, v: r / 0, "finite")):
         with pytest.raises(ValueError, match=f"algorithm.advantages must return .*{got}"):
             call_user_advantages(wrong, rewards_PG, values_PGF)

@@ -70,7 +70,7 @@ constant = 3
 @pytest.mark.parametrize(
     ("key", "name", "message"),
     [
-        ("objective", "per_row", r"must return a loss of shape \[B, T\] = \(3, 2\), got \(3,\)"),
+        ("objective", "per_row", r"must return a tensor of shape \(3, 2\), got \(3,\)"),
         ("objective", "no_gradient", "the loss has no gradient: compute it from logprobs_BT or ratio_BT"),
         ("objective", "scalar", r"got \(\)"),
         ("objective", "numpy_array", "got ndarray"),
@@ -83,7 +83,7 @@ constant = 3
         ("objective", "missing", "there is no function of that name"),
         ("objective", "constant", "there is no function of that name"),
         ("advantages", "one_argument", "TypeError: one_argument.. takes 1 positional argument but 2 were given"),
-        ("advantages", "per_problem", r"must return shape \[P, G\] = \(2, 8\), got \(2,\)"),
+        ("advantages", "per_problem", r"must return a tensor of shape \(2, 8\), got \(2,\)"),
     ],
 )
 def test_a_mistake_is_one_line_before_the_run_starts(tmp_path, key, name, message):
