@@ -12,16 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from grpo.algorithm.batch import IGNORE_INDEX, AllowedTokens, completion_lengths, completion_mask
-from grpo.attention import fast_paths, few_sizes, pack, packed_hidden
+from grpo.attention import few_sizes, pack, packed_hidden
 
 LOGITS_PER_CHUNK = 2**24
 LOGITS_PER_CHUNK_ON_CUDA = 2**27
 """Most logits in memory at once: 64 MiB in fp32, on a GPU 512 MiB, because it needs larger matrix
-products.
-
-Compiled log-probs in bf16 take twice as many. They need no fp32 copy of the logits, and with fewer
-chunks the head's whole gradient, to which each chunk adds, is read and written less often.
-"""
+products."""
 
 
 def logprobs_from_logits(logits_BTV: Tensor, labels_BT: Tensor, temperature: float = 1.0) -> Tensor:
@@ -210,8 +206,6 @@ def score_hidden(
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
     logits = LOGITS_PER_CHUNK_ON_CUDA if kind == "cuda" else LOGITS_PER_CHUNK
-    if dtype.itemsize == 2 and fast_paths.is_on(fast_paths.SCORES):
-        logits *= 2
     n = -(-logits // len(head.weight))
     if len(hidden_NH) <= n:
         logits_NV = keep_only_(head(hidden_NH), allowed, temperature)
@@ -270,8 +264,6 @@ class _ScoreLogits(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits_NV, labels_N, temperature):
-        # With a gradient required it would be another compiled variant.
-        logits_NV = logits_NV.detach()
         with torch.autocast(logits_NV.device.type, enabled=False):
             logprobs_N, entropies_N, normalizers_N = _score(logits_NV, labels_N, temperature)
         ctx.save_for_backward(logits_NV, labels_N, normalizers_N)
@@ -360,7 +352,6 @@ def _chunk_of_logits(ctx, start: int, hidden_NH: Tensor, head: tuple) -> tuple[T
     return hidden_nH, keep_only_(logits_nV, allowed_n, ctx.temperature)
 
 
-@fast_paths.compiled(fast_paths.SCORES)
 def _score(logits_NV: Tensor, labels_N: Tensor, temperature: float) -> tuple[Tensor, ...]:
     """Log-probs, entropies and log-normalizers, ``[N]`` each, in fp32 or wider."""
     scaled_NV = _divide_by_temperature(logits_NV, temperature)
@@ -383,24 +374,10 @@ def _score(logits_NV: Tensor, labels_N: Tensor, temperature: float) -> tuple[Ten
 def _logits_gradient(logits_NV, labels_N, normalizers_N, grad_N, temperature: float) -> Tensor:
     """``[N, V]`` gradient of the logits, in their dtype: ``(one_hot(label) - softmax) / temperature
     * grad``."""
-    if fast_paths.is_on(fast_paths.SCORES):
-        return _compiled_gradient(logits_NV, labels_N, normalizers_N, grad_N, temperature)
     grad_N = grad_N / temperature
     logprobs_NV = _divide_by_temperature(logits_NV, temperature) - normalizers_N[:, None]
     grad_NV = logprobs_NV.exp_().mul_(-grad_N[:, None])
     grad_NV.scatter_add_(1, labels_N[:, None], grad_N[:, None])
-    return grad_NV.to(logits_NV.dtype)
-
-
-@fast_paths.compiled(fast_paths.SCORES)
-def _compiled_gradient(logits_NV, labels_N, normalizers_N, grad_N, temperature) -> Tensor:
-    """:func:`_logits_gradient` in a form that compiles to one kernel: it reads and writes each
-    logit once."""
-    logprobs_NV = _divide_by_temperature(logits_NV, temperature) - normalizers_N[:, None]
-    ids_V = torch.arange(logits_NV.shape[1], device=logits_NV.device)
-    is_label_NV = ids_V == labels_N[:, None]
-    grad_N = grad_N / temperature
-    grad_NV = (is_label_NV.float() - logprobs_NV.exp()) * grad_N[:, None]
     return grad_NV.to(logits_NV.dtype)
 
 

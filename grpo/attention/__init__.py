@@ -1,6 +1,5 @@
 """Attention that computes each prompt once per group: ``packed`` for scoring, ``forked`` for decoding."""
 
-from grpo.attention import fast_paths
 from grpo.attention.forked import ForkedCache
 from grpo.attention.layout import few_sizes, pack, pack_prompts
 from grpo.attention.packed import (
@@ -12,5 +11,5 @@ from grpo.attention.packed import (
     window_of,
 )
 
-__all__ = ["ForkedCache", "enable_packing", "extended_hidden", "fast_paths", "few_sizes"]
+__all__ = ["ForkedCache", "enable_packing", "extended_hidden", "few_sizes"]
 __all__ += ["forked_hidden", "pack", "pack_prompts", "packed_hidden", "packing_enabled", "window_of"]

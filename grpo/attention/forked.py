@@ -21,8 +21,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from grpo.attention import fast_paths
-
 
 class ForkedCache:
     """Keys and values of prompts, and of one more token per row and decode step.
@@ -370,13 +368,9 @@ class ForkedCache:
         _, J = self.grid
         x_UKJg = x_UKj.unflatten(2, (J, -1))
         x_RKg = x_UKJg.transpose(1, 2).flatten(0, 1)
-        if self.cell_R is not None:
-            return x_RKg[self.cell_R]
-        # With a single prompt this is a view, for which the compiler would make another variant.
-        return x_RKg if self.use_cpu_kernel else x_RKg.contiguous()
+        return x_RKg if self.cell_R is None else x_RKg[self.cell_R]
 
 
-@fast_paths.compiled(fast_paths.STEP)
 def _merged(
     own_out_RKgD: Tensor,
     own_log_z_RKg: Tensor,

@@ -131,7 +131,7 @@ def _attention_forward(
     keys and values go into the cache; with ``forked`` alone: more tokens per row; with neither: SDPA.
     """
     if packed is None and forked is None:
-        return _sdpa(module, query, key, value, attention_mask, **options)
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     for name in ("sliding_window", "softcap", "s_aux", "position_bias"):
         if options.get(name) is not None:
             raise ValueError("its attention has a window, a cap, sinks or a bias")
@@ -152,23 +152,6 @@ def _attention_forward(
     return packed_attention(query, key, value, packed, scaling), None
 
 
-def _sdpa(module, query, key, value, attention_mask, **options):
-    """transformers' SDPA function, with keys and values repeated for each query head where CUDA needs it.
-
-    Without a mask in fp32, transformers leaves that to PyTorch, whose math kernel then writes all
-    scores to memory.
-    """
-    kind = key.device.type
-    H = query.shape[1]
-    is_fp32 = query.dtype == torch.float32 and not torch.is_autocast_enabled(kind)
-    is_left_to_pytorch = attention_mask is None and key.shape[-1] == value.shape[-1] <= 256
-    if kind == "cuda" and is_fp32 and is_left_to_pytorch:
-        key = repeat_heads(key, H)
-        value = repeat_heads(value, H)
-    return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
-
-
-AttentionInterface.register("sdpa", _sdpa)
 AttentionInterface.register(ATTENTION, _attention_forward)
 AttentionMaskInterface.register(ATTENTION, sdpa_mask)
 

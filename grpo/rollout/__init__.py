@@ -5,7 +5,7 @@
 
 from grpo.rollout.check import check_model
 from grpo.rollout.draw import SamplingParams
-from grpo.rollout.engine import BuiltinEngine, split_into_waves
+from grpo.rollout.engine import BuiltinEngine
 from grpo.rollout.interface import Engine, engine_with_weights
 from grpo.rollout.stops import Stops, split_stop
 
@@ -16,6 +16,5 @@ __all__ = [
     "Stops",
     "check_model",
     "engine_with_weights",
-    "split_into_waves",
     "split_stop",
 ]

@@ -157,11 +157,10 @@ def decode(
         if not batch.live:
             continue
 
-        # Taking rows out copies the cache, so it waits until an eighth has ended. A row that has
-        # drawn token T must go: it has no further random number, and its next position may exceed
-        # the context.
+        # A row that has drawn token T must go: it has no further random number, and its next
+        # position may exceed the context.
         num_ended = len(batch.rows) - len(batch.live)
-        many = max(len(batch.rows) // 8, 1)
+        many = max(int(len(batch.rows) * batch.decoder.least_ended), 1)
         if num_ended >= many or batch.decoder.is_full or max(batch.t) == T:
             places = batch.keep_live()
             token_B = token_B[places]

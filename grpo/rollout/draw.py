@@ -1,6 +1,6 @@
 """Sampling of a token: settings, filters, inverse of the cumulative distribution.
 
-Shapes: ``R`` rows, ``V`` vocabulary, ``N`` blocks of ``B`` tokens.
+Shapes: ``R`` rows, ``V`` vocabulary.
 """
 
 from __future__ import annotations
@@ -8,11 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-
-BLOCK = 128
-"""Tokens of a block, whose probabilities CUDA adds up first. Most vocabularies are a multiple."""
 
 
 @dataclass(frozen=True)
@@ -53,20 +49,6 @@ class SamplingParams:
         return self.keep_sampling_mask and may_leave_out
 
 
-def draw(
-    logits_RV: Tensor,
-    u_R: Tensor | None,
-    sampling: SamplingParams,
-) -> tuple[Tensor, Tensor]:
-    """The tokens and log-probs of :func:`draw_and_record`."""
-    token_R, logprob_R, _ = draw_and_record(
-        logits_RV,
-        u_R,
-        sampling,
-    )
-    return token_R, logprob_R
-
-
 def draw_and_record(
     logits_RV: Tensor,
     u_R: Tensor | None,
@@ -93,8 +75,7 @@ def draw_and_record(
     logits_RV = logits_RV - highest_R1
     weights_RV = logits_RV.exp()
     kept_RV = filter_probs(weights_RV, sampling)
-    exceeding = first_exceeding_in_blocks if kept_RV.is_cuda else first_exceeding
-    token_R, total_R = exceeding(kept_RV, u_R)
+    token_R, total_R = first_exceeding(kept_RV, u_R)
 
     if sampling.is_filtered:
         total_R = weights_RV.sum(
@@ -121,6 +102,8 @@ def first_exceeding(
 
     ``[R]`` each. No index is that of an impossible token.
     """
+    if probs_RV.is_cuda:  # the CPU adds up in fp64 by itself
+        probs_RV = probs_RV.double()
     cdf_RV = deterministic_cumsum(probs_RV)
     total_R1 = cdf_RV[:, -1:]
     # u * total can round up to the total, which would select an index behind the last possible
@@ -135,59 +118,6 @@ def first_exceeding(
     )
     last = probs_RV.shape[1] - 1  # NaN gives the index behind it
     token_R1 = token_R1.clamp(max=last)
-    return token_R1.squeeze(1), total_R1.squeeze(1)
-
-
-def first_exceeding_in_blocks(
-    probs_RV: Tensor,
-    u_R: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """:func:`first_exceeding` for CUDA, whose ``cumsum`` computes each row in one thread block.
-
-    Sums are in fp64, as inside of the CPU's ``cumsum``. Tokens differ from the CPU's only where its
-    rounding of the results decides.
-    """
-    R, V = probs_RV.shape
-    padded_RV = F.pad(probs_RV, (0, -V % BLOCK))
-    blocks_RNB = padded_RV.view(R, -1, BLOCK)
-
-    # The sums of all blocks give the block of the token.
-    sums_RN = blocks_RNB.sum(
-        dim=-1,
-        dtype=torch.float64,
-    )
-    ends_RN = deterministic_cumsum(sums_RN)
-    total_R1 = ends_RN[:, -1:]
-    target_R1 = u_R[:, None] * total_R1
-    last_block = ends_RN.shape[1] - 1
-    block_R1 = torch.searchsorted(
-        ends_RN,
-        target_R1,
-        right=True,
-    )
-    block_R1 = block_R1.clamp(max=last_block)
-
-    # The sums inside of the block give the token.
-    before_R1 = (block_R1 - 1).clamp(min=0)
-    start_R1 = ends_RN.gather(1, before_R1)
-    start_R1 = torch.where(block_R1 > 0, start_R1, 0.0)
-    block_R1B = block_R1[:, :, None].expand(R, 1, BLOCK)
-    inside_RB = blocks_RNB.gather(1, block_R1B).squeeze(1)
-    cdf_RB = deterministic_cumsum(inside_RB.double())
-    # The end of the block may have been rounded up: stay below the sum inside, whose last step is a
-    # possible token.
-    sum_R1 = cdf_RB[:, -1:]
-    below_sum_R1 = torch.nextafter(sum_R1, torch.zeros_like(sum_R1))
-    rest_R1 = target_R1 - start_R1
-    rest_R1 = torch.minimum(rest_R1, below_sum_R1)
-    index_R1 = torch.searchsorted(
-        cdf_RB,
-        rest_R1,
-        right=True,
-    )
-
-    token_R1 = block_R1 * BLOCK + index_R1
-    token_R1 = token_R1.clamp(max=V - 1)
     return token_R1.squeeze(1), total_R1.squeeze(1)
 
 

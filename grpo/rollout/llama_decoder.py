@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor, nn
 
-from grpo.attention import ForkedCache, fast_paths
+from grpo.attention import ForkedCache
 from grpo.rollout.weights import CopiedLinear
 
 HEAD_NORMS = {"layers.self_attn.q_norm", "layers.self_attn.k_norm"}
@@ -81,14 +81,10 @@ class LlamaDecoder:
             # one negation for all layers.
             first_half, second_half = sin_R1D.chunk(2, dim=-1)
             sin_R1D = torch.cat([-first_half, second_half], dim=-1)
-            change = None
             for number, layer in enumerate(self.layers):
                 with self.gathered(layer.module):
-                    x, change = layer(x, change, cos_R1D, sin_R1D, number, cache)
-            # In the dtype of the other norms, so that one compilation serves all.
-            dtype = self.layers[0].dtype
-            _, normed = _add_and_norm(x, change, backbone.norm, dtype)
-            return normed
+                    x = layer(x, cos_R1D, sin_R1D, number, cache)
+            return _norm(x, backbone.norm)
 
 
 class _Layer:
@@ -102,10 +98,6 @@ class _Layer:
         self.o = _product(attention.o_proj)
         self.gate_up = _product(mlp.gate_proj, mlp.up_proj)
         self.down = _product(mlp.down_proj)
-        # A copied product casts its input to its dtype, which a compiled norm does without
-        # another kernel.
-        self.dtype = getattr(self.qkv, "dtype", None)
-        self.mlp_dtype = getattr(self.gate_up, "dtype", None)
         self.norm = module.input_layernorm
         self.mlp_norm = module.post_attention_layernorm
         self.activation = mlp.act_fn
@@ -116,34 +108,24 @@ class _Layer:
 
     def __call__(
         self,
-        x,
-        change: Tensor | None,
-        cos_R1D,
-        sin_R1D,
+        x: Tensor,
+        cos_R1D: Tensor,
+        sin_R1D: Tensor,
         number: int,
         cache: ForkedCache,
-    ) -> tuple[Tensor, Tensor]:
-        """``x`` behind the attention, and what the MLP adds to it.
-
-        ``change``: what the MLP before adds to ``x``, together with the next norm.
-        """
-        if change is None:
-            normed = _norm(x, self.norm, self.dtype)
-        else:
-            x, normed = _add_and_norm(x, change, self.norm, self.dtype)
-
+    ) -> Tensor:
+        """Hidden states behind the layer."""
+        R = len(x)
         H = self.H
         K = self.K
-        heads = self.qkv(normed).view(len(x), H + 2 * K, self.D)
-        turned = _rotated(
-            heads[:, : H + K],
-            H,
-            self.q_norm,
-            self.k_norm,
-            cos_R1D,
-            sin_R1D,
-            cache.dtype,
-        )
+        heads = self.qkv(_norm(x, self.norm)).view(R, H + 2 * K, self.D)
+        q_and_k = heads[:, : H + K]
+        if self.q_norm is not None:
+            q = _norm(q_and_k[:, :H], self.q_norm)
+            k = _norm(q_and_k[:, H:], self.k_norm)
+            q_and_k = torch.cat([q, k], dim=1)
+        half_turned = q_and_k.roll(self.D // 2, dims=-1)
+        turned = torch.addcmul(q_and_k * cos_R1D, half_turned, sin_R1D)
         attended = cache.attend(
             number,
             turned[:, :H, None],
@@ -151,61 +133,22 @@ class _Layer:
             heads[:, H + K :, None],
             self.scaling,
         )
-        change = self.o(attended.view(len(x), H * self.D))
-        x, normed = _add_and_norm(x, change, self.mlp_norm, self.mlp_dtype)
-        return x, self.down(_gated(self.gate_up(normed), self.activation))
+        x = x + self.o(attended.view(R, H * self.D))
+
+        gate_and_up = self.gate_up(_norm(x, self.mlp_norm))
+        gate, up = gate_and_up.chunk(2, dim=-1)
+        return x + self.down(self.activation(gate) * up)
 
 
-def _norm(x: Tensor, norm: nn.Module, dtype: torch.dtype | None = None) -> Tensor:
-    """The RMS norm of ``x`` in ``dtype``; None: as the norm computes it."""
+def _norm(x: Tensor, norm: nn.Module) -> Tensor:
+    """The RMS norm of ``x``."""
     weight = norm.weight
-    normed = torch.rms_norm(
+    return torch.rms_norm(
         x.to(weight.dtype),
         weight.shape,
         weight,
         norm.variance_epsilon,
     )
-    return normed if dtype is None else normed.to(dtype)
-
-
-@fast_paths.compiled(fast_paths.STEP)
-def _add_and_norm(
-    x: Tensor,
-    change: Tensor,
-    norm: nn.Module,
-    dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor]:
-    """``x + change`` and its RMS norm."""
-    x = x + change
-    return x, _norm(x, norm, dtype)
-
-
-@fast_paths.compiled(fast_paths.STEP)
-def _rotated(
-    q_and_k: Tensor,
-    H: int,
-    q_norm: nn.Module | None,
-    k_norm: nn.Module | None,
-    cos_R1D,
-    sin_R1D,
-    dtype,
-) -> Tensor:
-    """Queries and keys ``[R, H + K, D]``, turned by their position.
-
-    Some models have norms of heads, which come before.
-    """
-    if q_norm is not None:
-        q = _norm(q_and_k[:, :H], q_norm)
-        k = _norm(q_and_k[:, H:], k_norm)
-        q_and_k = torch.cat([q, k], dim=1)
-    half_turned = q_and_k.roll(q_and_k.shape[-1] // 2, dims=-1)
-    return torch.addcmul(q_and_k * cos_R1D, half_turned, sin_R1D).to(dtype)
-
-
-@fast_paths.compiled(fast_paths.STEP)
-def _gated(gate_and_up: Tensor, activation: nn.Module) -> Tensor:
-    gate, up = gate_and_up.chunk(2, dim=-1)
-    return activation(gate) * up
 
 
 def _product(*layers: nn.Module) -> Callable[[Tensor], Tensor]:

@@ -31,6 +31,7 @@ from grpo.attention import (
 )
 from grpo.attention.forked import select_rows
 from grpo.model import Policy
+from grpo.rollout.cuda_graphs import CapturedSteps, CUDAGraphs
 from grpo.rollout.llama_decoder import LlamaDecoder
 
 Prompts = Sequence[tuple[int, ...]]
@@ -42,12 +43,13 @@ def prefill(
     llama_decoder: LlamaDecoder | None,
     prompts: Prompts,
     capacity: int,
+    graphs: CUDAGraphs | None = None,
 ) -> tuple[Decoder, Tensor]:
     """Compute the prompt of each row, once for neighbouring rows with equal prompts.
 
-    ``llama_decoder`` computes decode steps; None: the model's own modules do. ``capacity`` is the
-    most own tokens of a row in the cache. Returns a decoder, and logits ``[R, V]`` of each row's
-    first token.
+    ``llama_decoder`` computes decode steps, captured in ``graphs``; None: the model's own modules
+    do. ``capacity`` is the most own tokens of a row in the cache. Returns a decoder, and logits
+    ``[R, V]`` of each row's first token.
     """
     distinct = []
     prompt_of_row = []
@@ -56,7 +58,12 @@ def prefill(
         distinct.append(prompt)
 
     if packing_enabled(policy.model):
-        decoder = ForkedCacheDecoder(policy, llama_decoder, distinct, capacity)
+        decoder = ForkedCacheDecoder(policy, distinct, capacity)
+        if llama_decoder is not None:
+            decoder.hidden_of_token = llama_decoder
+            if graphs is not None and graphs.are_on:
+                decoder.hidden_of_token = CapturedSteps(llama_decoder, graphs)
+                decoder.least_ended = 0.75
     else:
         decoder = DynamicCacheDecoder(policy, distinct, capacity)
 
@@ -68,16 +75,18 @@ def prefill(
 class ForkedCacheDecoder:
     """Decodes with each prompt's keys and values in memory once (:mod:`grpo.attention.forked`)."""
 
+    least_ended = 0.125
+    """Ended rows are taken out, which copies the cache, when they are this share of all rows."""
+
     def __init__(
         self,
         policy: Policy,
-        llama_decoder: LlamaDecoder | None,
         prompts: Prompts,
         capacity: int,
     ):
         self.head = policy.model.get_output_embeddings()
         self.backbone = policy.backbone
-        self.hidden_of_token = llama_decoder or partial(forked_hidden, policy.backbone)
+        self.hidden_of_token = partial(forked_hidden, policy.backbone)
 
         lengths = [len(prompt) for prompt in prompts]
         self.cache = ForkedCache(lengths, capacity, policy.device, prompts)
@@ -153,6 +162,7 @@ class DynamicCacheDecoder:
     """
 
     is_full = False
+    least_ended = ForkedCacheDecoder.least_ended
 
     def __init__(self, policy: Policy, prompts: Prompts, capacity: int):
         self.model = policy.model

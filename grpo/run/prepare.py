@@ -16,7 +16,6 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from grpo.attention import fast_paths
 from grpo.checkpoint.format import Trained
 from grpo.checkpoint.resume import (
     Lock,
@@ -49,7 +48,6 @@ from grpo.rollout import BuiltinEngine, Engine, split_stop
 from grpo.run.memory import forget_chosen, try_largest_step
 from grpo.run.models import Models, build_models
 from grpo.run.objects import Objects
-from grpo.run.proofs import prove_update
 from grpo.run.records import Learner, Log, Run, Sampler, Tasks
 from grpo.run.signals import Signals, ignore_save_signal
 from grpo.run.steps import evaluation_is_due
@@ -96,7 +94,6 @@ def _prepare(
     objects: Objects | None,
     on_failure: contextlib.ExitStack,
 ) -> Run | None:
-    fast_paths.reset()
     ignore_save_signal()
     world.check_same(settings_of_all_ranks(config))
     check_world_size(config, world.size)
@@ -188,9 +185,6 @@ def _prepare(
             engine.check()
 
     # Records.
-    notes = prove_update(world, policy, models.scorer, config.optim.tokens_per_microbatch)
-    for note in notes:
-        reporter.print(note)
     learner = Learner(
         config=config,
         world=world,
