@@ -4,12 +4,11 @@ from grpo.attention.forked import ForkedCache
 from grpo.attention.layout import few_sizes, pack, pack_prompts
 from grpo.attention.packed import (
     enable_packing,
-    extended_hidden,
     forked_hidden,
     packed_hidden,
     packing_enabled,
     window_of,
 )
 
-__all__ = ["ForkedCache", "enable_packing", "extended_hidden", "few_sizes"]
+__all__ = ["ForkedCache", "enable_packing", "few_sizes"]
 __all__ += ["forked_hidden", "pack", "pack_prompts", "packed_hidden", "packing_enabled", "window_of"]

@@ -31,22 +31,25 @@ class ForkedCache:
     :meth:`begin_tokens` begins several tokens at once.
     """
 
+    own_bias: Tensor | None
+    """Additive mask ``[R, 1, 1, C]`` of the indices before each row's first token."""
+    mask_R1NS: Tensor | None
+    """True where a token may attend, while several are computed at once."""
+
     def __init__(
         self,
-        prompt_lengths: list[int],
+        prompts: Sequence[tuple[int, ...]],
         capacity: int,
         device: torch.device | str = "cpu",
-        names: Sequence | None = None,
     ):
-        if names is None:
-            names = [object() for _ in prompt_lengths]
-        self.names = list(names)
-        """A name for each prompt, by which :meth:`add_rows` finds those that both caches have."""
+        self.prompt_ids = list(prompts)
+        """Token ids, by which :meth:`add_rows` finds the prompts that both caches have."""
         self.capacity = capacity
         """Most own tokens of a row."""
         self.length = 0
         """Buffer indices in use, with that of the token that is being computed."""
-        self.prompt_lengths_U = torch.tensor(prompt_lengths, device=device)
+        lengths = [len(prompt) for prompt in prompts]
+        self.prompt_lengths_U = torch.tensor(lengths, device=device)
         self.prompts: dict[int, tuple[Tensor, Tensor]] = {}
         """Keys and values of the prompts, ``[U, K, P, D]``, by layer."""
         self.own: dict[int, tuple[Tensor, Tensor]] = {}
@@ -58,8 +61,6 @@ class ForkedCache:
         self.dtype = torch.float32
         """Dtype of keys, values and their products."""
         self.use_cpu_kernel = torch.device(device).type == "cpu"
-        self.mask_R1NS: Tensor | None = None
-        """True where a token may attend, while several are computed at once."""
 
     def store_prompts(
         self,
@@ -82,16 +83,10 @@ class ForkedCache:
         """The prompt of each row."""
         self.start_R = torch.zeros_like(prompt_R)
         """Index of each row's first own token in the buffers."""
-        R = len(prompt_R)
 
         def buffer(prompts_UKPD: Tensor) -> Tensor:
             _, K, _, D = prompts_UKPD.shape
-            return prompts_UKPD.new_empty(
-                R,
-                K,
-                self.capacity,
-                D,
-            )
+            return prompts_UKPD.new_empty(len(prompt_R), K, self.capacity, D)
 
         self.own = dict(self.prompts)
         _replace(self.own, buffer)
@@ -113,8 +108,8 @@ class ForkedCache:
 
         prompt_R = self.prompt_R[rows]
         kept_U, self.prompt_R = prompt_R.unique(return_inverse=True)
-        if len(kept_U) < len(self.names):
-            self.names = [self.names[u] for u in kept_U.tolist()]
+        if len(kept_U) < len(self.prompt_ids):
+            self.prompt_ids = [self.prompt_ids[u] for u in kept_U.tolist()]
             self.prompt_lengths_U = self.prompt_lengths_U[kept_U]
             _replace(self.prompts, lambda x: x[kept_U])
         self._update_layout()
@@ -129,18 +124,15 @@ class ForkedCache:
 
     def add_rows(self, other: ForkedCache) -> None:
         """Append the rows of another cache. A prompt that both have is in memory once."""
-        known = set(self.names)
-        new = [u for u, name in enumerate(other.names) if name not in known]
-        self.names = self.names + [other.names[u] for u in new]
+        new = [u for u, ids in enumerate(other.prompt_ids) if ids not in self.prompt_ids]
+        self.prompt_ids = self.prompt_ids + [other.prompt_ids[u] for u in new]
         new_lengths = other.prompt_lengths_U[new]
         self.prompt_lengths_U = torch.cat([self.prompt_lengths_U, new_lengths])
         P = int(self.prompt_lengths_U.max())
 
-        index = {name: u for u, name in enumerate(self.names)}
-        index_U = [index[name] for name in other.names]
+        index_U = [self.prompt_ids.index(ids) for ids in other.prompt_ids]
         index_U = self.prompt_R.new_tensor(index_U)
-        prompt_R = index_U[other.prompt_R]
-        self.prompt_R = torch.cat([self.prompt_R, prompt_R])
+        self.prompt_R = torch.cat([self.prompt_R, index_U[other.prompt_R]])
 
         # The last tokens of all rows come to stand at the same index.
         length = max(self.length, other.length)
@@ -170,19 +162,25 @@ class ForkedCache:
         self.length = length
         self._update_layout()
 
-    def begin_token(self) -> None:
-        """Advance to the next token of every row: once per decode step, before the first layer."""
+    def begin_token(self) -> Tensor:
+        """Advance to the next token of every row: once per decode step, before the first layer.
+
+        Returns the positions ``[R]`` of the tokens.
+        """
         self.length += 1
         self.mask_R1NS = None
         self.own_bias = None
-        """Additive mask ``[R, 1, 1, C]`` of the indices before each row's first token."""
         if self.starts_differ:
             index_C = torch.arange(self.length, device=self.start_R.device)
             is_before_RC = index_C < self.start_R[:, None]
             self.own_bias = additive_mask(is_before_RC, self.dtype)
+        return self.offset_R + (self.length - 1)
 
-    def begin_tokens(self, new_R: Tensor) -> None:
-        """Advance by ``new_R[r]`` tokens of row r, which come together, padded on the left."""
+    def begin_tokens(self, new_R: Tensor) -> Tensor:
+        """Advance by ``new_R[r]`` tokens of row r, which come together, padded on the left.
+
+        Returns the positions ``[R, N]`` of the tokens.
+        """
         # The tokens of each row move, so that the new ones of all rows end at the same index.
         end_R = self.length - self.start_R + new_R
         end = int(end_R.max())
@@ -200,8 +198,8 @@ class ForkedCache:
                 else:
                     used.zero_()
         self.start_R = self.start_R + shift_R
-        self.starts_differ = bool(self.start_R.any())
         self.length = end
+        self._update_layout()
 
         N = int(new_R.max())
         index_N = index_C[-N:]
@@ -215,6 +213,8 @@ class ForkedCache:
         is_prompt_RNP = is_prompt_RP[:, None].expand(-1, N, -1)
         mask_RNS = torch.cat([is_prompt_RNP, is_own_RNC], dim=-1)
         self.mask_R1NS = mask_RNS[:, None]
+        positions_RN = self.offset_R[:, None] + index_N
+        return positions_RN.clamp(min=0)
 
     def attend(
         self,
@@ -294,7 +294,6 @@ class ForkedCache:
         scaling: float | None,
     ) -> Tensor:
         _, H, N, _ = q_RHND.shape
-        is_cuda = q_RHND.device.type == "cuda"
         is_new_R1N1 = self.is_new_RN[:, None, :, None]
 
         def stored(
@@ -309,7 +308,7 @@ class ForkedCache:
             of_prompt = prompts_UKPD[self.prompt_R]
             x_RKSD = torch.cat([of_prompt, own], dim=2)
             # CUDA has no fused kernel for a mask and fewer key heads than query heads.
-            return repeat_heads(x_RKSD, H) if is_cuda else x_RKSD
+            return repeat_heads(x_RKSD, H)
 
         prompt_keys, prompt_values = self.prompts[layer]
         own_keys, own_values = self.own[layer]
@@ -319,18 +318,17 @@ class ForkedCache:
             stored(v_RKND, prompt_values, own_values),
             attn_mask=self.mask_R1NS,
             scale=scaling,
-            enable_gqa=not is_cuda,
         )
         return out_RHND.transpose(1, 2)
 
     def _update_layout(self) -> None:
-        """Compute what changes with rows and prompts alone: masks and the ``[U, J]`` grid.
+        """Compute what changes with rows alone: positions, masks and the ``[U, J]`` grid.
 
         Row r is in cell ``cell_R[r]`` of the grid, in which attention to prompts is computed. None:
         in cell r.
         """
         device = self.prompt_R.device
-        U = len(self.names)
+        U = len(self.prompt_ids)
         # The number of earlier rows of the same prompt. They need not be neighbours.
         is_same_RR = self.prompt_R[:, None] == self.prompt_R
         is_earlier_RR = is_same_RR.tril(-1)
@@ -352,6 +350,8 @@ class ForkedCache:
 
         # Read from the device here, where rows change, and not at every token.
         self.starts_differ = bool(self.start_R.any())
+        self.offset_R = self.prompt_lengths_U[self.prompt_R] - self.start_R
+        """Position of the token at buffer index 0."""
 
     def _rows_to_prompts(self, x_RKgD: Tensor) -> Tensor:
         """``[R, K, g, D]`` to ``[U, K, J * g, D]``; zeros where a prompt has fewer than J rows."""

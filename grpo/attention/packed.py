@@ -162,56 +162,31 @@ def packed_hidden(
     forked: ForkedCache | None = None,
 ) -> Tensor:
     """Last hidden states ``[N, hidden]`` of a packed row; the prompts' keys and values go into ``forked``."""
-    hidden_1NH = _forward(
+    hidden_1NH = forked_hidden(
         backbone,
         packed.ids_1N,
         packed.positions_1N,
-        packed=packed,
-        forked=forked,
+        forked,
+        packed,
     )
     return hidden_1NH[0]
 
 
-def extended_hidden(
+def forked_hidden(
     backbone: nn.Module,
     ids_RN: Tensor,
     positions_RN: Tensor,
-    new_R: Tensor,
-    forked: ForkedCache,
+    forked: ForkedCache | None,
+    packed: PackedLayout | None = None,
 ) -> Tensor:
-    """Last hidden states ``[R, N, hidden]`` of several more tokens per row, padded on the left.
-
-    ``new_R``: the number of tokens of each row, whose keys and values go into ``forked``.
-    """
-    forked.begin_tokens(new_R)
-    return _forward(backbone, ids_RN, positions_RN, forked=forked)
-
-
-def forked_hidden(
-    backbone: nn.Module,
-    ids_R: Tensor,
-    positions_R: Tensor,
-    forked: ForkedCache,
-) -> Tensor:
-    """Last hidden states ``[R, hidden]`` of one more token per row, stored in ``forked``."""
-    forked.begin_token()
-    hidden_R1H = _forward(
-        backbone,
-        ids_R[:, None],
-        positions_R[:, None],
-        forked=forked,
-    )
-    return hidden_R1H[:, 0]
-
-
-def _forward(backbone: nn.Module, ids: Tensor, positions: Tensor, **caches) -> Tensor:
-    any_mask = torch.ones(ANY_MASK, dtype=torch.bool, device=ids.device)
+    """Last hidden states ``[R, N, hidden]`` of more tokens per row, which ``forked`` has begun."""
     output = backbone(
-        input_ids=ids,
-        position_ids=positions,
-        attention_mask=any_mask,
+        input_ids=ids_RN,
+        position_ids=positions_RN,
+        attention_mask=torch.ones(ANY_MASK, dtype=torch.bool, device=ids_RN.device),
         use_cache=False,
-        **caches,
+        forked=forked,
+        packed=packed,
     )
     return output.last_hidden_state
 

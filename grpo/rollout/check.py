@@ -110,7 +110,7 @@ def _decoded(
 ) -> Tensor:
     """Log-probs ``[N]`` by decode steps as in a rollout; the first row of each group leaves on the way.
 
-    The completions continue ``far`` positions behind their prompts.
+    The completions continue ``far`` positions behind their prompts, and then no row leaves.
     """
     prompts = []
     labels = []
@@ -122,12 +122,12 @@ def _decoded(
     rows = torch.arange(len(prompts), device=policy.device)
     decoder, logits_RV = prefill(policy, llama_decoder, prompts, capacity=6)
     if far:
-        decoder.positions_R += far
+        decoder.offset_R += far
     for t in range(6):
         labels_R = labels_BT[rows, t]
         logprobs_R = logprobs_from_logits(logits_RV, labels_R, scorer.temperature)
         logprobs_BT[rows, t] = logprobs_R.float()
-        if t == 1:
+        if t == 1 and not far:
             rows = rows[1::2]
             decoder.keep_rows(rows)
         logits_RV = decoder.step(labels_BT[rows, t])

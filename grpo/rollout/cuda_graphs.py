@@ -48,21 +48,19 @@ class CapturedSteps:
         self.cache: FixedWidthCache | None = None
         """The KV cache as the captured step sees it."""
 
-    def __call__(self, token_R: Tensor, positions_R: Tensor, cache: ForkedCache) -> Tensor:
+    def __call__(self, token_R: Tensor, cache: ForkedCache) -> Tensor:
         """As :meth:`LlamaDecoder.__call__`. The next call may overwrite the result."""
         if not self.graphs.are_on:
-            return self.decoder(token_R, positions_R, cache)
+            return self.decoder(token_R, cache)
 
         num_buckets = cache.length // OWN_BUCKET + 1
         width = min(num_buckets * OWN_BUCKET, cache.capacity)
         if self.cache is not None and self.cache.is_view_of(cache, width):
             self.token_R.copy_(token_R)
-            self.positions_R.copy_(positions_R)
             self.cache.last_1.fill_(cache.length)
             self.replay()
         else:
             self.token_R = token_R.clone()
-            self.positions_R = positions_R.clone()
             self.cache = FixedWidthCache(cache, width)
             self._capture()
         cache.length += 1
@@ -85,7 +83,7 @@ class CapturedSteps:
             self.hidden_RH = expected_RH
 
     def _step(self) -> None:
-        self.hidden_RH = self.decoder(self.token_R, self.positions_R, self.cache)
+        self.hidden_RH = self.decoder(self.token_R, self.cache)
 
     def _graph(self) -> Callable[[], None]:
         graph = torch.cuda.CUDAGraph()
@@ -111,6 +109,7 @@ class FixedWidthCache(ForkedCache):
 
     def __init__(self, cache: ForkedCache, width: int):
         vars(self).update(vars(cache))
+        self.llama_decoder = None  # which has this cache: no reference to itself
         self.use_cpu_kernel = False
         self.last_1 = self.start_R.new_tensor([cache.length])
         self.index_C = torch.arange(width, device=self.start_R.device)
@@ -124,11 +123,12 @@ class FixedWidthCache(ForkedCache):
         """True unless the width or the rows have changed; rows change together with ``start_R``."""
         return self.start_R is cache.start_R and self.length == width
 
-    def begin_token(self) -> None:
+    def begin_token(self) -> Tensor:
         self.mask_R1NS = None
         is_before_RC = self.index_C < self.start_R[:, None]
         is_later_C = self.index_C > self.last_1
         self.own_bias = additive_mask(is_before_RC | is_later_C, self.dtype)
+        return self.offset_R + self.last_1
 
     def _store_token(
         self,

@@ -308,8 +308,7 @@ class _RowsAway:
         if decoder is None:
             prefixes = [(*row.prompt, *row.tokens) for row in rows]
             return _Batch(rows, *prefill(prefixes, capacity))
-        device = decoder.positions_R.device
-        decoder.keep_rows(torch.tensor(places, device=device))
+        decoder.keep_rows(decoder.start_R.new_tensor(places))
         logits = decoder.extend(new_tokens)
         return _Batch(rows, decoder, logits)
 

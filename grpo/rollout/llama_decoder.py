@@ -70,10 +70,10 @@ class LlamaDecoder:
         self.gathered = gathered
         self.layers = [_Layer(layer) for layer in backbone.layers]
 
-    def __call__(self, token_R: Tensor, positions_R: Tensor, cache: ForkedCache) -> Tensor:
+    def __call__(self, token_R: Tensor, cache: ForkedCache) -> Tensor:
         """``[R, hidden size]``; the tokens' keys and values go into ``cache``."""
         backbone = self.backbone
-        cache.begin_token()
+        positions_R = cache.begin_token()
         with torch.autocast(token_R.device.type, enabled=False):
             x = backbone.embed_tokens(token_R)
             cos_R1D, sin_R1D = backbone.rotary_emb(x, position_ids=positions_R[:, None])

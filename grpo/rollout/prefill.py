@@ -9,13 +9,11 @@ Shapes: ``U`` distinct prompts, ``R`` rows (completions) being decoded, ``N`` ne
 
 from __future__ import annotations
 
-import copy
-import inspect
 from collections.abc import Sequence
-from functools import partial
 from itertools import groupby
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache
@@ -23,13 +21,11 @@ from transformers.cache_utils import DynamicLayer
 
 from grpo.attention import (
     ForkedCache,
-    extended_hidden,
     forked_hidden,
     pack_prompts,
     packed_hidden,
     packing_enabled,
 )
-from grpo.attention.forked import select_rows
 from grpo.model import Policy
 from grpo.rollout.cuda_graphs import CapturedSteps, CUDAGraphs
 from grpo.rollout.llama_decoder import LlamaDecoder
@@ -57,23 +53,25 @@ def prefill(
         prompt_of_row += [len(distinct) for _ in rows]
         distinct.append(prompt)
 
-    if packing_enabled(policy.model):
-        decoder = ForkedCacheDecoder(policy, distinct, capacity)
-        if llama_decoder is not None:
-            decoder.hidden_of_token = llama_decoder
-            if graphs is not None and graphs.are_on:
-                decoder.hidden_of_token = CapturedSteps(llama_decoder, graphs)
-                decoder.least_ended = 0.75
-    else:
-        decoder = DynamicCacheDecoder(policy, distinct, capacity)
-
     prompt_R = torch.tensor(prompt_of_row, device=policy.device)
+    if not packing_enabled(policy.model):
+        decoder = DynamicCacheDecoder(policy, distinct)
+        decoder.keep_rows(prompt_R)
+        return decoder, decoder.logits_UV[prompt_R]
+
+    decoder = ForkedCacheDecoder(policy, llama_decoder, distinct, capacity)
+    packed = pack_prompts(distinct, policy.device)
+    hidden = packed_hidden(policy.backbone, packed, decoder)
+    logits_UV = decoder.head(hidden[packed.before_M])
     decoder.fork(prompt_R)
-    return decoder, decoder.logits_UV[prompt_R]
+    if llama_decoder is not None and graphs is not None and graphs.are_on:
+        decoder.llama_decoder = CapturedSteps(llama_decoder, graphs)
+        decoder.least_ended = 0.75
+    return decoder, logits_UV[prompt_R]
 
 
-class ForkedCacheDecoder:
-    """Decodes with each prompt's keys and values in memory once (:mod:`grpo.attention.forked`)."""
+class ForkedCacheDecoder(ForkedCache):
+    """Decodes with each prompt's keys and values in memory once."""
 
     least_ended = 0.125
     """Ended rows are taken out, which copies the cache, when they are this share of all rows."""
@@ -81,77 +79,38 @@ class ForkedCacheDecoder:
     def __init__(
         self,
         policy: Policy,
+        llama_decoder: LlamaDecoder | CapturedSteps | None,
         prompts: Prompts,
         capacity: int,
     ):
+        super().__init__(prompts, capacity, policy.device)
         self.head = policy.model.get_output_embeddings()
         self.backbone = policy.backbone
-        self.hidden_of_token = partial(forked_hidden, policy.backbone)
-
-        lengths = [len(prompt) for prompt in prompts]
-        self.cache = ForkedCache(lengths, capacity, policy.device, prompts)
-        packed = pack_prompts(prompts, policy.device)
-        hidden = packed_hidden(policy.backbone, packed, self.cache)
-
-        self.logits_UV = self.head(hidden[packed.before_M])
-        """Logits of the first token after each prompt."""
-        self.positions_R = self.cache.prompt_lengths_U
-        """Position of each row's next token."""
-
-    def fork(self, prompt_R: Tensor) -> None:
-        """Let row r continue prompt ``prompt_R[r]``."""
-        self.cache.fork(prompt_R)
-        self.positions_R = self.positions_R[prompt_R]
-
-    @property
-    def is_full(self) -> bool:
-        """True if :meth:`keep_rows` must free buffer space before the next token."""
-        return self.cache.is_full
+        self.llama_decoder = llama_decoder
 
     def step(self, token_R: Tensor) -> Tensor:
         """Append one token to every row; logits ``[R, V]`` of the next."""
-        hidden_RH = self.hidden_of_token(token_R, self.positions_R, self.cache)
-        self.positions_R = self.positions_R + 1
-        return self.head(hidden_RH)
+        if self.llama_decoder is not None:
+            return self.head(self.llama_decoder(token_R, self))
+        positions_R = self.begin_token()
+        hidden_R1H = forked_hidden(
+            self.backbone,
+            token_R[:, None],
+            positions_R[:, None],
+            self,
+        )
+        return self.head(hidden_R1H[:, 0])
 
     def extend(self, tokens: Sequence[Sequence[int]]) -> Tensor:
         """Append several tokens to each row, by one forward pass; logits ``[R, V]`` of the next."""
-        ids_RN, padding_R = _padded_left(tokens, 0, self.positions_R.device)
-        N = ids_RN.shape[1]
-        first_R = self.positions_R - padding_R
-        index_N = torch.arange(N, device=first_R.device)
-        positions_RN = first_R[:, None] + index_N
-        new_R = N - padding_R
-        hidden_RNH = extended_hidden(
-            self.backbone,
-            ids_RN,
-            positions_RN.clamp(min=0),
-            new_R,
-            self.cache,
-        )
-        self.positions_R = self.positions_R + new_R
+        ids_RN, padding_R = _padded_left(tokens, 0, self.start_R.device)
+        positions_RN = self.begin_tokens(ids_RN.shape[1] - padding_R)
+        hidden_RNH = forked_hidden(self.backbone, ids_RN, positions_RN, self)
         return self.head(hidden_RNH[:, -1])
-
-    def keep_rows(self, rows: Tensor) -> None:
-        """Drop all rows but these."""
-        self.cache.keep_rows(rows)
-        self.positions_R = self.positions_R[rows]
-
-    def split(self, rows: Tensor) -> ForkedCacheDecoder:
-        """A decoder of these rows only, with copies of their keys and values."""
-        part = copy.copy(self)
-        part.cache = self.cache.split(rows)
-        part.positions_R = self.positions_R[rows]
-        return part
-
-    def add_rows(self, other: ForkedCacheDecoder) -> None:
-        """Append the rows of another decoder."""
-        self.cache.add_rows(other.cache)
-        self.positions_R = torch.cat([self.positions_R, other.positions_R])
 
     def skip_tokens(self, count: int) -> None:
         """Advance by ``count`` arbitrary tokens: the next takes as much memory as a late one."""
-        self.cache.length += count
+        self.length += count
 
 
 class DynamicCacheDecoder:
@@ -164,46 +123,32 @@ class DynamicCacheDecoder:
     is_full = False
     least_ended = ForkedCacheDecoder.least_ended
 
-    def __init__(self, policy: Policy, prompts: Prompts, capacity: int):
+    def __init__(self, policy: Policy, prompts: Prompts):
         self.model = policy.model
         ids_UN, self.padding_R = _padded_left(prompts, policy.pad_id, policy.device)
         self.length = 0
         """Tokens in the cache for each row, with padding."""
-
         self.cache = DynamicCache(config=policy.model.config)
-        self.has_attention = False
-        for number, layer in enumerate(self.cache.layers):
-            self.has_attention |= isinstance(layer, DynamicLayer)
-            # A layer with a window, or a state in place of keys, is a subclass or another class.
-            if type(layer) is DynamicLayer:
-                width = ids_UN.shape[1] + capacity
-                self.cache.layers[number] = _PreallocatedLayer(width)
-        parameters = inspect.signature(self.model.forward).parameters
-        self.cache_name = "cache_params" if "cache_params" in parameters else "past_key_values"
-
         self.logits_UV = self._forward(ids_UN)
 
     def step(self, token_R: Tensor) -> Tensor:
         """As :meth:`ForkedCacheDecoder.step`."""
         return self._forward(token_R[:, None])
 
-    def fork(self, prompt_R: Tensor) -> None:
-        """As :meth:`ForkedCacheDecoder.fork`."""
-        self.keep_rows(prompt_R)
-
     def keep_rows(self, rows: Tensor) -> None:
-        """As :meth:`ForkedCacheDecoder.keep_rows`."""
+        """As :meth:`ForkedCache.keep_rows`."""
         # ``batch_select_indices`` does the same, but not for the states of linear attention.
         self.cache.reorder_cache(rows)
         self.padding_R = self.padding_R[rows]
 
     def skip_tokens(self, count: int) -> None:
         """As :meth:`ForkedCacheDecoder.skip_tokens`, if all layers have full attention."""
-        layers = self.cache.layers
-        if all(isinstance(layer, _PreallocatedLayer) for layer in layers):
+        # A layer with a window, or a state in place of keys, is a subclass or another class.
+        if all(type(layer) is DynamicLayer for layer in self.cache.layers):
             self.length += count
-            for layer in layers:
-                layer.length += count
+            for layer in self.cache.layers:
+                layer.keys = F.pad(layer.keys, (0, 0, 0, count))
+                layer.values = F.pad(layer.values, (0, 0, 0, count))
 
     def _forward(self, ids_RN: Tensor) -> Tensor:
         """Append tokens to every row; logits ``[R, V]`` of the next."""
@@ -211,69 +156,18 @@ class DynamicCacheDecoder:
         self.length += ids_RN.shape[1]
         index_K = torch.arange(self.length, device=ids_RN.device)
         index_RK = index_K - self.padding_R[:, None]  # negative at padding
-        # Mamba would multiply its one new token by the mask of all tokens.
-        needs_mask = self.has_attention or start == 0
         out = self.model(
             input_ids=ids_RN,
-            attention_mask=index_RK >= 0 if needs_mask else None,
+            attention_mask=index_RK >= 0,
             position_ids=index_RK[:, start:].clamp(min=0),
+            past_key_values=self.cache,
             use_cache=True,
             logits_to_keep=1,
-            **{self.cache_name: self.cache},
         )
         return out.logits[:, -1]
 
 
 Decoder = ForkedCacheDecoder | DynamicCacheDecoder
-
-
-class _PreallocatedLayer(DynamicLayer):
-    """A full-attention cache layer with buffers allocated once.
-
-    Transformers' own layer concatenates at every token, which takes a sixth of a rollout in fp32
-    and a third in bf16.
-    """
-
-    def __init__(self, capacity: int):
-        super().__init__()
-        self.capacity = capacity
-        self.length = 0
-
-    def update(
-        self,
-        key_states: Tensor,
-        value_states: Tensor,
-        *args,
-        **kwargs,
-    ) -> tuple[Tensor, Tensor]:
-        if not self.is_initialized:
-            self.keys = self._buffer(key_states)
-            self.values = self._buffer(value_states)
-            self.is_initialized = True
-        start = self.length
-        self.length += key_states.shape[2]
-        self.keys[:, :, start : self.length] = key_states
-        self.values[:, :, start : self.length] = value_states
-        keys = self.keys[:, :, : self.length]
-        values = self.values[:, :, : self.length]
-        return keys, values
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Keep these rows. Transformers' own method would copy the indices without tokens, too."""
-        self.keys = select_rows(self.keys, beam_idx, 0, self.length)
-        self.values = select_rows(self.values, beam_idx, 0, self.length)
-
-    def _buffer(self, states: Tensor) -> Tensor:
-        dtype = states.dtype
-        kind = states.device.type
-        if torch.is_autocast_enabled(kind):
-            # Rotary embeddings leave fp32 keys, all of which attention would cast at every token.
-            dtype = torch.get_autocast_dtype(kind)
-        R, H, _, D = states.shape
-        return states.new_empty(R, H, self.capacity, D, dtype=dtype)
-
-    def get_seq_length(self) -> int:
-        return self.length
 
 
 def _padded_left(
