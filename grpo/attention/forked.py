@@ -65,16 +65,14 @@ class ForkedCache:
     def store_prompts(
         self,
         layer: int,
-        k_UPKD: Tensor,
-        v_UPKD: Tensor,
+        k_UKPD: Tensor,
+        v_UKPD: Tensor,
     ) -> None:
         """Store the keys and values of the prompts, padded on the right."""
-        self.dtype = product_dtype(v_UPKD)
-        k_UKPD = k_UPKD.transpose(1, 2).to(self.dtype)
-        v_UKPD = v_UPKD.transpose(1, 2).to(self.dtype)
+        self.dtype = product_dtype(v_UKPD)
         self.prompts[layer] = (
-            k_UKPD.contiguous(),
-            v_UKPD.contiguous(),
+            k_UKPD.to(self.dtype).contiguous(),
+            v_UKPD.to(self.dtype).contiguous(),
         )
 
     def fork(self, prompt_R: Tensor) -> None:
@@ -228,37 +226,31 @@ class ForkedCache:
         q_RHND = q_RHND.to(self.dtype)
         k_RKND = k_RKND.to(self.dtype)
         v_RKND = v_RKND.to(self.dtype)
+        if scaling is None:
+            scaling = q_RHND.shape[-1] ** -0.5
         with torch.autocast(q_RHND.device.type, enabled=False):
-            if self.mask_R1NS is None:
-                return self._attend_one(layer, q_RHND, k_RKND, v_RKND, scaling)
-            return self._attend_several(layer, q_RHND, k_RKND, v_RKND, scaling)
+            if self.mask_R1NS is not None:
+                return self._attend_several(layer, q_RHND, k_RKND, v_RKND, scaling)
+            self._store_token(layer, k_RKND, v_RKND)
+            return self._attend_one(layer, q_RHND, scaling)
 
     def _attend_one(
         self,
         layer: int,
         q_RH1D: Tensor,
-        k_RK1D: Tensor,
-        v_RK1D: Tensor,
-        scaling: float | None,
+        scaling: float,
     ) -> Tensor:
+        keys, values = self.own[layer]
         R, H, _, D = q_RH1D.shape
-        K = k_RK1D.shape[1]
-        if scaling is None:
-            scaling = D**-0.5
+        K = keys.shape[1]
         kernel = _cpu_attention if self.use_cpu_kernel else _plain_attention
         q_RKgD = q_RH1D.reshape(R, K, H // K, D)
-        q_UKjD = self._rows_to_prompts(q_RKgD)
         prompt_out_UKjD, prompt_log_z_UKj = kernel(
-            q_UKjD,
+            self._rows_to_prompts(q_RKgD),
             *self.prompts[layer],
             self.prompt_bias,
             scaling,
         )
-        prompt_out_RKgD = self._prompts_to_rows(prompt_out_UKjD)
-        prompt_log_z_RKg = self._prompts_to_rows(prompt_log_z_UKj)
-
-        self._store_token(layer, k_RK1D, v_RK1D)
-        keys, values = self.own[layer]
         own_out_RKgD, own_log_z_RKg = kernel(
             q_RKgD,
             keys[:, :, : self.length],
@@ -269,8 +261,8 @@ class ForkedCache:
         out_RKgD = _merged(
             own_out_RKgD,
             own_log_z_RKg,
-            prompt_out_RKgD,
-            prompt_log_z_RKg,
+            self._prompts_to_rows(prompt_out_UKjD),
+            self._prompts_to_rows(prompt_log_z_UKj),
         )
         return out_RKgD.reshape(R, 1, H, D)
 
@@ -291,7 +283,7 @@ class ForkedCache:
         q_RHND: Tensor,
         k_RKND: Tensor,
         v_RKND: Tensor,
-        scaling: float | None,
+        scaling: float,
     ) -> Tensor:
         _, H, N, _ = q_RHND.shape
         is_new_R1N1 = self.is_new_RN[:, None, :, None]

@@ -48,19 +48,17 @@ class Tile:
         return is_prompt_RS[:, None] | (is_completion_S & is_earlier_CS)
 
     def pad(self, x_nHD: Tensor) -> Tensor:
-        """``[n, H, D]`` to ``[R, C, H, D]``, zeros at the padding."""
+        """``[n, H, D]`` to ``[R, H, C, D]``, zeros at the padding."""
         if self.slots_n is not None:
             num_slots = self.rows * self.width
             zeros = x_nHD.new_zeros(num_slots, *x_nHD.shape[1:])
             x_nHD = zeros.index_copy_(0, self.slots_n, x_nHD)
-        return x_nHD.unflatten(0, (self.rows, self.width))
+        return x_nHD.unflatten(0, (self.rows, self.width)).transpose(1, 2)
 
-    def unpad(self, x_RCHD: Tensor) -> Tensor:
-        """``[R, C, H, D]`` to ``[n, H, D]``."""
-        flat = x_RCHD.flatten(0, 1)
-        if self.slots_n is None:
-            return flat
-        return _GatherRows.apply(flat, self.slots_n)
+    def unpad(self, x_RHCD: Tensor) -> Tensor:
+        """``[R, H, C, D]`` to ``[n, H, D]``."""
+        flat = x_RHCD.transpose(1, 2).flatten(0, 1)
+        return flat if self.slots_n is None else flat.index_select(0, self.slots_n)
 
 
 @dataclass(frozen=True)
@@ -224,22 +222,3 @@ def _tile(
         prompt_R=torch.tensor(prompts, device=device),
         prompt_lengths_R=torch.tensor(prompt_lengths_R, device=device),
     )
-
-
-class _GatherRows(torch.autograd.Function):
-    """Take the rows at distinct indices.
-
-    The gradient is a copy, where PyTorch's would add up rows one by one.
-    """
-
-    @staticmethod
-    def forward(ctx, x, index):
-        ctx.save_for_backward(index)
-        ctx.size = len(x)
-        return x.index_select(0, index)
-
-    @staticmethod
-    def backward(ctx, grad):
-        (index,) = ctx.saved_tensors
-        zeros = grad.new_zeros(ctx.size, *grad.shape[1:])
-        return zeros.index_copy_(0, index, grad), None

@@ -41,47 +41,41 @@ def packed_attention(
     g = H // K
     dtype = product_dtype(v_1KND)
 
-    def tokens_of_tiles(x_1HND: Tensor) -> tuple[Tensor, ...]:
+    def padded(x_1HND: Tensor) -> list[Tensor]:
+        """The tokens of each tile, ``[R, H, C, D]``."""
         x_NHD = x_1HND[0].to(dtype).transpose(0, 1)
-        return x_NHD.split(packed.sizes)
+        *parts, _ = x_NHD.split(packed.sizes)
+        return [tile.pad(part) for tile, part in zip(packed.tiles, parts, strict=True)]
 
     with torch.autocast(v_1KND.device.type, enabled=False):
-        q_s = tokens_of_tiles(q_1HND)
-        k_s = tokens_of_tiles(k_1KND)
-        v_s = tokens_of_tiles(v_1KND)
-        prompts = packed.tiles[0]
-        q_UPHD = prompts.pad(q_s[0])
-        k_UPKD = prompts.pad(k_s[0])
-        v_UPKD = prompts.pad(v_s[0])
+        q_s = padded(q_1HND)
+        k_s = padded(k_1KND)
+        v_s = padded(v_1KND)
         # The padding lies to the right of the tokens, where causal attention does not look.
         out_UHPD = F.scaled_dot_product_attention(
-            q_UPHD.transpose(1, 2),
-            repeat_heads(k_UPKD.transpose(1, 2), H),
-            repeat_heads(v_UPKD.transpose(1, 2), H),
+            q_s[0],
+            repeat_heads(k_s[0], H),
+            repeat_heads(v_s[0], H),
             is_causal=True,
             scale=scaling,
         )
-        outs = [prompts.unpad(out_UHPD.transpose(1, 2))]
+        outs = [packed.tiles[0].unpad(out_UHPD)]
 
         for number, tile in enumerate(packed.tiles[1:], 1):
             R = tile.rows
             C = tile.width
-            q_RHCD = tile.pad(q_s[number]).transpose(1, 2)
-            k_RCKD = tile.pad(k_s[number])
-            v_RCKD = tile.pad(v_s[number])
-            k_RSKD = torch.cat([k_UPKD[tile.prompt_R], k_RCKD], dim=1)
-            v_RSKD = torch.cat([v_UPKD[tile.prompt_R], v_RCKD], dim=1)
+            k_RKSD = torch.cat([k_s[0][tile.prompt_R], k_s[number]], dim=2)
+            v_RKSD = torch.cat([v_s[0][tile.prompt_R], v_s[number]], dim=2)
             # The g query heads of a key head become g times as many queries of it, so that keys
             # and values are not repeated.
             out_RKjD = F.scaled_dot_product_attention(
-                q_RHCD.reshape(R, K, g * C, -1),
-                k_RSKD.transpose(1, 2),
-                v_RSKD.transpose(1, 2),
+                q_s[number].reshape(R, K, g * C, -1),
+                k_RKSD,
+                v_RKSD,
                 attn_mask=_additive_mask(packed, number, g, dtype),
                 scale=scaling,
             )
-            out_RHCD = out_RKjD.reshape(R, H, C, -1)
-            outs.append(tile.unpad(out_RHCD.transpose(1, 2)))
+            outs.append(tile.unpad(out_RKjD.reshape(R, H, C, -1)))
 
         padding = outs[0].new_zeros(packed.sizes[-1], *outs[0].shape[1:])
         return torch.cat([*outs, padding])[None]
@@ -144,11 +138,11 @@ def _attention_forward(
     if forked is not None:
         prompts = packed.tiles[0]
         size = packed.sizes[0]
-        k_nKD = key[0].transpose(0, 1)[:size]
-        v_nKD = value[0].transpose(0, 1)[:size]
-        k_UPKD = prompts.pad(k_nKD)
-        v_UPKD = prompts.pad(v_nKD)
-        forked.store_prompts(module.layer_idx, k_UPKD, v_UPKD)
+        forked.store_prompts(
+            module.layer_idx,
+            prompts.pad(key[0].transpose(0, 1)[:size]),
+            prompts.pad(value[0].transpose(0, 1)[:size]),
+        )
     return packed_attention(query, key, value, packed, scaling), None
 
 
