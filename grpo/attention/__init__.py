@@ -10,5 +10,14 @@ from grpo.attention.packed import (
     window_of,
 )
 
-__all__ = ["ForkedCache", "enable_packing", "few_sizes"]
-__all__ += ["forked_hidden", "pack", "pack_prompts", "packed_hidden", "packing_enabled", "window_of"]
+__all__ = [
+    "ForkedCache",
+    "enable_packing",
+    "few_sizes",
+    "forked_hidden",
+    "pack",
+    "pack_prompts",
+    "packed_hidden",
+    "packing_enabled",
+    "window_of",
+]

@@ -201,16 +201,15 @@ class ForkedCache:
 
         N = int(new_R.max())
         index_N = index_C[-N:]
+        index_R1N1 = index_N[:, None].expand(len(new_R), 1, N, 1)
         first_new_R = end - new_R
-        self.is_new_RN = index_N >= first_new_R[:, None]
+        self.is_new_R1N1 = index_R1N1 >= first_new_R[:, None, None, None]
         """True at the new tokens, False at their padding."""
-        is_earlier_NC = index_C <= index_N[:, None]
-        is_own_RNC = index_C >= self.start_R[:, None, None]
-        is_own_RNC = is_own_RNC & is_earlier_NC
-        is_prompt_RP = self.is_prompt_UP[self.prompt_R]
-        is_prompt_RNP = is_prompt_RP[:, None].expand(-1, N, -1)
-        mask_RNS = torch.cat([is_prompt_RNP, is_own_RNC], dim=-1)
-        self.mask_R1NS = mask_RNS[:, None]
+        is_own_R11C = index_C >= self.start_R[:, None, None, None]
+        is_own_R1NC = is_own_R11C & (index_C <= index_R1N1)
+        is_prompt_R11P = self.is_prompt_UP[self.prompt_R][:, None, None]
+        is_prompt_R1NP = is_prompt_R11P.expand(-1, 1, N, -1)
+        self.mask_R1NS = torch.cat([is_prompt_R1NP, is_own_R1NC], dim=-1)
         positions_RN = self.offset_R[:, None] + index_N
         return positions_RN.clamp(min=0)
 
@@ -286,28 +285,23 @@ class ForkedCache:
         scaling: float,
     ) -> Tensor:
         _, H, N, _ = q_RHND.shape
-        is_new_R1N1 = self.is_new_RN[:, None, :, None]
-
-        def stored(
-            x_RKND: Tensor,
-            prompts_UKPD: Tensor,
-            buffer: Tensor,
-        ) -> Tensor:
-            """Write new tokens to the buffer. Returns all, with the prompts', ``[R, K, S, D]``."""
+        keys_and_values = []
+        for x_RKND, prompts_UKPD, buffer in zip(
+            (k_RKND, v_RKND),
+            self.prompts[layer],
+            self.own[layer],
+            strict=True,
+        ):
             own = buffer[:, :, : self.length]
             last = own[:, :, -N:]
-            own[:, :, -N:] = torch.where(is_new_R1N1, x_RKND, last)
+            last.copy_(torch.where(self.is_new_R1N1, x_RKND, last))
             of_prompt = prompts_UKPD[self.prompt_R]
             x_RKSD = torch.cat([of_prompt, own], dim=2)
             # CUDA has no fused kernel for a mask and fewer key heads than query heads.
-            return repeat_heads(x_RKSD, H)
-
-        prompt_keys, prompt_values = self.prompts[layer]
-        own_keys, own_values = self.own[layer]
+            keys_and_values.append(repeat_heads(x_RKSD, H))
         out_RHND = F.scaled_dot_product_attention(
             q_RHND,
-            stored(k_RKND, prompt_keys, own_keys),
-            stored(v_RKND, prompt_values, own_values),
+            *keys_and_values,
             attn_mask=self.mask_R1NS,
             scale=scaling,
         )
@@ -440,8 +434,7 @@ def _plain_attention(
 def additive_mask(is_masked_RN: Tensor, dtype: torch.dtype) -> Tensor:
     """``[R, 1, 1, N]`` -inf where ``is_masked_RN`` is True, else 0."""
     mask_RN = torch.zeros_like(is_masked_RN, dtype=dtype)
-    mask_RN.masked_fill_(is_masked_RN, -torch.inf)
-    return mask_RN[:, None, None]
+    return mask_RN.masked_fill_(is_masked_RN, -torch.inf)[:, None, None]
 
 
 def select_rows(buffer: Tensor, rows: Tensor, first: int, end: int) -> Tensor:

@@ -24,36 +24,20 @@ from torch.nn.utils.rnn import pad_sequence
 class Tile:
     """Consecutive tokens with one kernel call: all prompts, or completions of similar length."""
 
-    rows: int
-    """Number of prompts or completions."""
     width: int
     """Tokens of the longest of them."""
     slots_n: Tensor | None
     """Index of each token in the padded ``[rows * width]`` tensor; None if nothing is padded."""
     prompt_R: Tensor
     """Index of the prompt that each row is or continues."""
-    prompt_lengths_R: Tensor
-    """Tokens of that prompt."""
-
-    def visible_RCS(self, P: int) -> Tensor:
-        """``[R, C, P + C]`` True where a completion's token may attend.
-
-        Those are the tokens of its prompt, and of its completion up to itself. ``P``: tokens of the
-        longest prompt of the packed row.
-        """
-        index_S = torch.arange(P + self.width, device=self.prompt_R.device)
-        is_prompt_RS = index_S < self.prompt_lengths_R[:, None]
-        is_completion_S = index_S >= P
-        is_earlier_CS = index_S <= index_S[P:, None]
-        return is_prompt_RS[:, None] | (is_completion_S & is_earlier_CS)
-
     def pad(self, x_nHD: Tensor) -> Tensor:
         """``[n, H, D]`` to ``[R, H, C, D]``, zeros at the padding."""
+        R = len(self.prompt_R)
         if self.slots_n is not None:
-            num_slots = self.rows * self.width
+            num_slots = R * self.width
             zeros = x_nHD.new_zeros(num_slots, *x_nHD.shape[1:])
             x_nHD = zeros.index_copy_(0, self.slots_n, x_nHD)
-        return x_nHD.unflatten(0, (self.rows, self.width)).transpose(1, 2)
+        return x_nHD.unflatten(0, (R, self.width)).transpose(1, 2)
 
     def unpad(self, x_RHCD: Tensor) -> Tensor:
         """``[R, H, C, D]`` to ``[n, H, D]``."""
@@ -77,8 +61,22 @@ class PackedLayout:
     """The tile of the prompts first."""
     sizes: list[int]
     """Tokens of each tile, and of the padding at the end of the row."""
+    prompt_lengths_U: Tensor
     masks: dict[Any, Tensor] = field(default_factory=dict)
     """Attention masks, built by the first layer and used by all layers."""
+
+    def visible_RCS(self, tile: Tile) -> Tensor:
+        """``[R, C, P + C]`` True where a completion's token may attend.
+
+        Those are the tokens of its prompt, and of its completion up to itself.
+        """
+        P = self.tiles[0].width
+        index_S = torch.arange(P + tile.width, device=tile.prompt_R.device)
+        prompt_lengths_R = self.prompt_lengths_U[tile.prompt_R]
+        is_prompt_RS = index_S < prompt_lengths_R[:, None]
+        is_completion_S = index_S >= P
+        is_earlier_CS = index_S <= index_S[P:, None]
+        return is_prompt_RS[:, None] | (is_completion_S & is_earlier_CS)
 
 
 def pack(
@@ -97,63 +95,41 @@ def pack(
     """
     device = sequence_ids_BS.device
     S = sequence_ids_BS.shape[1]
-    distinct_groups = dict.fromkeys(groups_B)
-    prompt_of_group = {group: u for u, group in enumerate(distinct_groups)}
-    prompt_B = [prompt_of_group[group] for group in groups_B]
-    row_of_prompt = {u: b for b, u in enumerate(prompt_B)}  # any row of its group
-    prompt_lengths = [prompt_lengths_B[b] for b in row_of_prompt.values()]
-
-    # Each run of tokens in the packed order: the row of the batch, the first token and the end.
-    spans = [(b, 0, prompt_lengths_B[b]) for b in row_of_prompt.values()]
-    prompt_tile = _tile(
-        prompt_lengths,
-        range(len(prompt_lengths)),
-        prompt_lengths,
-        device,
-    )
-    tiles = [prompt_tile]
-    sizes = [sum(prompt_lengths)]
-    start_of_completion = {}
-    end = sizes[0]
+    B = len(groups_B)
+    row_of_group = dict(zip(groups_B, range(B), strict=True))  # any row of each group
+    prompt_of_group = {group: u for u, group in enumerate(row_of_group)}
+    prompt_lengths = [prompt_lengths_B[b] for b in row_of_group.values()]
     all_but_last = [length - 1 for length in lengths_B]
+
+    tiles = [_tile(prompt_lengths, range(len(prompt_lengths)), device)]
+    sizes = [sum(prompt_lengths)]
+    sources = []  # indices in the flat batch, in the packed order
+    for b in row_of_group.values():
+        sources.append(b * S + torch.arange(prompt_lengths_B[b]))
+    start_B = [0] * B  # index of each completion in the packed row
+    end = sizes[0]
     for rows in _similar_lengths(all_but_last):
         lengths = [all_but_last[b] for b in rows]
-        prompts = [prompt_B[b] for b in rows]
-        tile = _tile(
-            lengths,
-            prompts,
-            prompt_lengths,
-            device,
-        )
-        tiles.append(tile)
+        prompts = [prompt_of_group[groups_B[b]] for b in rows]
+        tiles.append(_tile(lengths, prompts, device))
         sizes.append(sum(lengths))
-        for b, length in zip(rows, lengths, strict=True):
-            first = prompt_lengths_B[b]
-            spans.append((b, first, first + length))
-            start_of_completion[b] = end
-            end += length
+        for b in rows:
+            first = b * S + prompt_lengths_B[b]
+            sources.append(first + torch.arange(all_but_last[b]))
+            start_B[b] = end
+            end += all_but_last[b]
 
-    # The last token of a prompt scores the first one of a completion.
     end_U = torch.tensor(prompt_lengths).cumsum(0)
-    last_U = end_U - 1
-    before = [last_U[:0]]
-    for b, length in enumerate(lengths_B):
-        if length:
-            u = prompt_B[b]
-            start = start_of_completion.get(b, 0)
-            before.append(last_U[u : u + 1])
-            others = torch.arange(start, start + length - 1)
-            before.append(others)
+    before = [end_U[:0]]
+    for b, group in enumerate(groups_B):
+        if lengths_B[b]:
+            # The last token of a prompt scores the first one of a completion.
+            before.append(end_U[prompt_of_group[group]].view(1) - 1)
+            before.append(start_B[b] + torch.arange(all_but_last[b]))
 
-    positions = []
-    sources = []
-    for b, first, end in spans:
-        position_n = torch.arange(first, end)
-        positions.append(position_n)
-        sources.append(position_n + b * S)
-    position_N = torch.cat(positions).to(device)
     source_N = torch.cat(sources).to(device)
     id_N = sequence_ids_BS.flatten()[source_N]
+    position_N = source_N % S
     padding = few_sizes(len(id_N)) - len(id_N)
     sizes.append(padding)
     return PackedLayout(
@@ -162,6 +138,7 @@ def pack(
         before_M=torch.cat(before).to(device),
         tiles=tiles,
         sizes=sizes,
+        prompt_lengths_U=torch.tensor(prompt_lengths, device=device),
     )
 
 
@@ -202,23 +179,15 @@ def _similar_lengths(lengths: Sequence[int]) -> list[list[int]]:
     return tiles
 
 
-def _tile(
-    lengths: Sequence[int],
-    prompts: Sequence[int],
-    prompt_lengths: Sequence[int],
-    device: torch.device,
-) -> Tile:
+def _tile(lengths: Sequence[int], prompts: Sequence[int], device: torch.device) -> Tile:
     """A tile of rows with these lengths, and the index of the prompt of each."""
     C = max(lengths)
     slots_n = None
     if min(lengths) < C:
         slots = [torch.arange(length) + r * C for r, length in enumerate(lengths)]
         slots_n = torch.cat(slots).to(device)
-    prompt_lengths_R = [prompt_lengths[u] for u in prompts]
     return Tile(
-        rows=len(lengths),
         width=C,
         slots_n=slots_n,
         prompt_R=torch.tensor(prompts, device=device),
-        prompt_lengths_R=torch.tensor(prompt_lengths_R, device=device),
     )

@@ -62,7 +62,7 @@ def packed_attention(
         outs = [packed.tiles[0].unpad(out_UHPD)]
 
         for number, tile in enumerate(packed.tiles[1:], 1):
-            R = tile.rows
+            R = len(tile.prompt_R)
             C = tile.width
             k_RKSD = torch.cat([k_s[0][tile.prompt_R], k_s[number]], dim=2)
             v_RKSD = torch.cat([v_s[0][tile.prompt_R], v_s[number]], dim=2)
@@ -87,24 +87,13 @@ def _additive_mask(
     g: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """``[R, 1, g * C, S]`` for a tile: 0 where a token may attend, else -inf.
-
-    In memory its rows have a multiple of 8 elements: else CUDA's kernel would copy it in every layer.
-    """
+    """``[R, 1, g * C, S]`` for a tile: 0 where a token may attend, else -inf."""
     key = (number, g, dtype)
     if key not in packed.masks:
-        tile = packed.tiles[number]
-        visible_RCS = tile.visible_RCS(packed.tiles[0].width)
-        R, C, S = visible_RCS.shape
-        width = -(-S // 8) * 8
-        mask_RgCS = torch.zeros(
-            (R, g, C, width),
-            dtype=dtype,
-            device=visible_RCS.device,
-        )
-        mask_RgCS[..., :S].masked_fill_(~visible_RCS[:, None], -torch.inf)
-        mask_R1jS = mask_RgCS.view(R, 1, g * C, width)
-        packed.masks[key] = mask_R1jS[..., :S]
+        visible_RCS = packed.visible_RCS(packed.tiles[number])
+        mask_RCS = torch.zeros_like(visible_RCS, dtype=dtype)
+        mask_RCS.masked_fill_(~visible_RCS, -torch.inf)
+        packed.masks[key] = mask_RCS.repeat(1, g, 1)[:, None]
     return packed.masks[key]
 
 
