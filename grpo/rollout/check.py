@@ -9,7 +9,6 @@ from grpo.algorithm.batch import Batch, Completion, Group, Problem, collate
 from grpo.algorithm.logprobs import CompletionScorer, logprobs_from_logits
 from grpo.attention import enable_packing, window_of
 from grpo.attention.precision import is_close
-from grpo.distributed import gathered
 from grpo.model import Policy, in_training_mode, turn_dropout_off
 from grpo.rollout.llama_decoder import LlamaDecoder, has_llama_layers
 from grpo.rollout.prefill import prefill
@@ -113,11 +112,11 @@ def _decoded(
     The completions continue ``far`` positions behind their prompts, and then no row leaves.
     """
     prompts = []
-    labels = []
     for ids_S, length in zip(batch.sequence_ids_BS, batch.prompt_lengths_B, strict=True):
         prompts.append(tuple(ids_S[:length].tolist()))
-        labels.append(ids_S[length : length + 6])
-    labels_BT = torch.stack(labels)
+    index_T = torch.arange(6, device=policy.device)
+    index_BT = batch.prompt_lengths_B[:, None] + index_T
+    labels_BT = batch.sequence_ids_BS.gather(1, index_BT)
     logprobs_BT = torch.zeros_like(labels_BT, dtype=torch.float32)
     rows = torch.arange(len(prompts), device=policy.device)
     decoder, logits_RV = prefill(policy, llama_decoder, prompts, capacity=6)
@@ -166,7 +165,7 @@ def _is_llama(policy: Policy, scorer: CompletionScorer, batch: Batch) -> bool:
     far = (policy.context_length or 2**20) - LENGTH - 6
     expected_N = _decoded(policy, scorer, batch, far=far)
     try:
-        decoder = LlamaDecoder(policy.backbone, gathered)
+        decoder = LlamaDecoder(policy.backbone)
         return is_close(_decoded(policy, scorer, batch, decoder, far), expected_N, SAME)
     except Exception:  # modules with Llama's names, but with another interface
         return False

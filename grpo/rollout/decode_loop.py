@@ -53,12 +53,6 @@ class Row:
     answer: Future[Sequence[int] | None] | None = None
     """The answer to the last turn."""
 
-    def append(self, token: int, logprob: float) -> None:
-        """Append a drawn token."""
-        self.tokens.append(token)
-        self.logprobs.append(logprob)
-        self.is_drawn.append(True)
-
     def append_answer(self, answer: Sequence[int]) -> None:
         """Append the tokens of an answer, after which the next turn starts."""
         self.tokens += answer
@@ -68,23 +62,6 @@ class Row:
         self.allowed += [nothing] * len(answer)
         self.turn_start = len(self.tokens)
         self.finished = False
-
-    def cut(self, length: int) -> None:
-        """End the completion with the token before index ``length``."""
-        del self.tokens[length:]
-        del self.logprobs[length:]
-        del self.is_drawn[length:]
-        self.finished = True
-
-    def ends(self, stops: Stops) -> bool:
-        """True if the turn ends with the row's last token."""
-        if self.tokens[-1] in stops.ids:
-            return True
-        if not stops.strings:
-            return False
-        start_of_span = len(self.tokens) - stops.span
-        first = max(start_of_span, self.turn_start)
-        return stops.has_stop(self.tokens[first:])
 
     def completion(self, sampling: SamplingParams) -> Completion:
         """The completion, without its text."""
@@ -138,9 +115,9 @@ def decode(
             batch.join(away.come_back(prefill, capacity))
         if num_started < len(rows) and (rows_can_join or not batch.live):
             waiting = prompts[num_started:]
-            in_flight = batch.live_rows() + away.rows
-            in_flight_prompts = [row.prompt for row in in_flight]
-            count = num_admissible(waiting, in_flight_prompts, sampling, capacity)
+            in_flight = [batch.rows[b].prompt for b in batch.live]
+            in_flight += [row.prompt for row in away.rows]
+            count = num_admissible(waiting, in_flight, sampling, capacity)
             if count:
                 new_rows = rows[num_started : num_started + count]
                 num_started += count
@@ -186,9 +163,6 @@ class _Batch:
         self.live = list(range(len(rows)))
         """Places of the rows that go on. An ended row is computed, too, until it is taken out."""
 
-    def live_rows(self) -> list[Row]:
-        return [self.rows[b] for b in self.live]
-
     def draw(
         self,
         uniforms_RT: Tensor | None,
@@ -205,7 +179,10 @@ class _Batch:
         drawn = token_B.tolist()
         logprobs = logprob_B.tolist()
         for b in self.live:
-            self.rows[b].append(drawn[b], logprobs[b])
+            row = self.rows[b]
+            row.tokens.append(drawn[b])
+            row.logprobs.append(logprobs[b])
+            row.is_drawn.append(True)
         if allowed_BV is not None:
             counts = allowed_BV.sum(dim=1).tolist()
             places_and_ids = allowed_BV.nonzero()
@@ -221,7 +198,8 @@ class _Batch:
         ended = []
         for b in self.live:
             row = self.rows[b]
-            row.finished = row.ends(stops)
+            first = max(row.turn_start, len(row.tokens) - stops.span)
+            row.finished = stops.end(row.tokens[first:])
             if row.finished:
                 ended.append(b)
             elif len(row.tokens) < T:
@@ -233,7 +211,7 @@ class _Batch:
         """Take ended rows out. Returns the places, on the device, that the others had."""
         places = torch.tensor(self.live, device=self.logits_BV.device)
         self.decoder.keep_rows(places)
-        self.rows = self.live_rows()
+        self.rows = [self.rows[b] for b in self.live]
         self.t = [self.t[b] for b in self.live]
         self.live = list(range(len(places)))
         return places

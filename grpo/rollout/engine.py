@@ -79,10 +79,17 @@ class BuiltinEngine:
 
         ValueError if the model computes NaN.
         """
-        rows = [(problem, g) for problem in problems for g in range(sampling.num_generations)]
-        prompts = [problem.prompt_ids for problem, _ in rows]
+        prompts = []
+        uniforms = []
+        for problem in problems:
+            for g in range(sampling.num_generations):
+                prompts.append(problem.prompt_ids)
+                row_generator = generator(*seed_key, problem.index, g)
+                uniforms.append(torch.rand(sampling.max_completion_length, generator=row_generator))
+        uniforms_RT = None
+        if prompts and not sampling.is_greedy:
+            uniforms_RT = torch.stack(uniforms).to(self.policy.device)
 
-        uniforms_RT = self._uniforms(rows, sampling, seed_key)
         with self.weights(), self.policy.inference():
             decoded = decode(
                 self.policy,
@@ -146,18 +153,3 @@ class BuiltinEngine:
                 yield
         finally:
             self._prefill = None
-
-    def _uniforms(
-        self,
-        rows: Sequence[tuple[Problem, int]],
-        sampling: SamplingParams,
-        seed_key: tuple[int, str, int],
-    ) -> Tensor | None:
-        """``[R, T]`` uniform numbers, one per token, from the seed of each row; None: greedy."""
-        if sampling.is_greedy or not rows:
-            return None
-        uniforms = []
-        for problem, g in rows:
-            row_generator = generator(*seed_key, problem.index, g)
-            uniforms.append(torch.rand(sampling.max_completion_length, generator=row_generator))
-        return torch.stack(uniforms).to(self.policy.device)

@@ -11,36 +11,23 @@ Shapes: ``R`` rows, ``H`` query heads, ``K`` key heads, ``D`` head size; hidden 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
 
 from grpo.attention import ForkedCache
+from grpo.distributed import gathered
 from grpo.rollout.weights import CopiedLinear
 
 HEAD_NORMS = {"layers.self_attn.q_norm", "layers.self_attn.k_norm"}
 """Names of the modules that only some Llamas have."""
-LLAMA_MODULES = {
-    "",
-    "embed_tokens",
-    "layers",
-    "layers.input_layernorm",
-    "layers.mlp",
-    "layers.mlp.act_fn",
-    "layers.mlp.down_proj",
-    "layers.mlp.gate_proj",
-    "layers.mlp.up_proj",
-    "layers.post_attention_layernorm",
-    "layers.self_attn",
-    "layers.self_attn.k_proj",
-    "layers.self_attn.o_proj",
-    "layers.self_attn.q_proj",
-    "layers.self_attn.v_proj",
-    "norm",
-    "rotary_emb",
-}
-"""Names of the modules of every Llama, without the number of the layer."""
+LLAMA_MODULES = {"", "embed_tokens", "layers", "norm", "rotary_emb"}
+LAYER_MODULES = """
+    input_layernorm post_attention_layernorm
+    self_attn self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.o_proj
+    mlp mlp.gate_proj mlp.up_proj mlp.down_proj mlp.act_fn
+"""
+"""Names of the modules of every Llama, and of those of a layer."""
 
 
 def has_llama_layers(backbone: nn.Module) -> bool:
@@ -50,7 +37,9 @@ def has_llama_layers(backbone: nn.Module) -> bool:
         parts = [part for part in name.split(".") if not part.isdigit()]
         # An adapter's modules are inside of a projection, whose copy has the adapter's weights.
         names.add(".".join(parts[:3]))
-    return names - HEAD_NORMS == LLAMA_MODULES and hasattr(backbone.norm, "variance_epsilon")
+    of_layers = {f"layers.{name}" for name in LAYER_MODULES.split()}
+    is_named = names - HEAD_NORMS == LLAMA_MODULES | of_layers
+    return is_named and hasattr(backbone.norm, "variance_epsilon")
 
 
 class LlamaDecoder:
@@ -60,14 +49,8 @@ class LlamaDecoder:
     :func:`grpo.rollout.weights.copied_weights`.
     """
 
-    def __init__(
-        self,
-        backbone: nn.Module,
-        gathered: Callable[[nn.Module], AbstractContextManager] = nullcontext,
-    ):
-        """``gathered``: a block in which a layer of a sharded model has its weights."""
+    def __init__(self, backbone: nn.Module):
         self.backbone = backbone
-        self.gathered = gathered
         self.layers = [_Layer(layer) for layer in backbone.layers]
 
     def __call__(self, token_R: Tensor, cache: ForkedCache) -> Tensor:
@@ -82,7 +65,7 @@ class LlamaDecoder:
             first_half, second_half = sin_R1D.chunk(2, dim=-1)
             sin_R1D = torch.cat([-first_half, second_half], dim=-1)
             for number, layer in enumerate(self.layers):
-                with self.gathered(layer.module):
+                with gathered(layer.module):
                     x = layer(x, cos_R1D, sin_R1D, number, cache)
             return _norm(x, backbone.norm)
 

@@ -44,26 +44,23 @@ class Stops:
         shown = [id for id in tokens if id not in self.ids_without_text]
         return self.tokenizer.decode(shown)
 
-    def first_end(
-        self,
-        tokens: Sequence[int],
-        num_searched: int,
-    ) -> int | None:
-        """The least n > ``num_searched`` so that the end of ``tokens[:n]`` contains a stop string.
+    def end(self, turn: Sequence[int]) -> bool:
+        """True if a turn ends with its last token; its last ``span`` tokens are enough."""
+        if turn[-1] in self.ids:
+            return True
+        return bool(self.strings) and self._in_text(turn[-self.span :])
 
-        The end is the last ``span`` tokens. None if there is no such n.
-        """
-        if self.neighbours_keep_text:
-            first = max(num_searched + 1 - self.span, 0)
-            if not self.has_stop(tokens[first:]):
-                return None
-        for end in range(num_searched + 1, len(tokens) + 1):
+    def first_end(self, tokens: Sequence[int]) -> int | None:
+        """The least n so that the last ``span`` tokens of ``tokens[:n]`` contain a stop string."""
+        if self.neighbours_keep_text and not self._in_text(tokens):
+            return None
+        for end in range(1, len(tokens) + 1):
             first = max(end - self.span, 0)
-            if self.has_stop(tokens[first:end]):
+            if self._in_text(tokens[first:end]):
                 return end
         return None
 
-    def has_stop(self, tokens: Sequence[int]) -> bool:
+    def _in_text(self, tokens: Sequence[int]) -> bool:
         """True if a stop string is in the text without special tokens, where vLLM looks, too."""
         text = self.tokenizer.decode(tokens, skip_special_tokens=True)
         return any(string in text for string in self.strings)

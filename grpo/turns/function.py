@@ -130,7 +130,7 @@ def _completion(
     while start and mask[start - 1]:
         start -= 1
     turn = ids[start:]
-    finished = turn[-1] in stops.ids or stops.first_end(turn, len(turn) - 1) is not None
+    finished = stops.end(turn)
     return Turns(
         tuple(ids),
         text,

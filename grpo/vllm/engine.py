@@ -241,7 +241,7 @@ class VLLMEngine:
                     sampled = await self._sample(server, http, request)
                 if on_tokens is not None:
                     on_tokens(len(sampled.ids))
-                end = stops.first_end(sampled.ids, 0) if stops.strings else None
+                end = stops.first_end(sampled.ids) if stops.strings else None
                 turn = sampled.ids[:end]
                 finished = end is not None or sampled.finish_reason == "stop"
                 ids += turn
