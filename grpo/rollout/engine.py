@@ -121,9 +121,7 @@ class BuiltinEngine:
             if T > 1:
                 decoder.skip_tokens(T - 2)
                 logits_RV = decoder.step(zeros_R.long())
-            # Attention over the skipped tokens, which are arbitrary memory, can give NaN: draw
-            # from zeros.
-            draw_and_record(logits_RV.zero_(), zeros_R, sampling)
+            draw_and_record(logits_RV, zeros_R, sampling)
             decoder.keep_rows(torch.arange(len(prompts), device=zeros_R.device))
 
     def close(self) -> None:

@@ -109,8 +109,11 @@ class ForkedCacheDecoder(ForkedCache):
         return self.head(hidden_RNH[:, -1])
 
     def skip_tokens(self, count: int) -> None:
-        """Advance by ``count`` arbitrary tokens: the next takes as much memory as a late one."""
+        """Advance by ``count`` tokens of zeros: the next takes as much memory as a late one."""
         self.length += count
+        for buffers in self.own.values():
+            for buffer in buffers:
+                buffer.zero_()
 
 
 class DynamicCacheDecoder:
