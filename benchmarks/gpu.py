@@ -50,10 +50,9 @@ LIMIT_S = 240
 FIGURES = {
     "machine": (figures.machine,),
     "exact": (figures.exact,),
-    # The other arguments: whether with graphs, and with what a run proves.
-    "plain": (figures.step, False, False),
-    "all": (figures.step, True, True),
-    "graphs": (figures.step, True, False),
+    # The other argument: whether with graphs.
+    "plain": (figures.step, False),
+    "all": (figures.step, True),
     "trl": (figures.trl,),
 }
 """By name: a function, whose docstring is the criterion, and its arguments."""

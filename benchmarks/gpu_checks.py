@@ -112,7 +112,7 @@ def graphs(bench: Bench, precision: str) -> dict:
         if torch.cuda.is_current_stream_capturing():
             output.sum().item()
 
-    policy.model.get_output_embeddings().register_forward_hook(waits_in_capture)
+    policy.backbone.layers[0].mlp.act_fn.register_forward_hook(waits_in_capture)
     equal, _ = agreement(engine.generate(problems, sampling, seed_key=key), expected)
     assert said and equal >= least_equal, f"failed capture: {equal:.0%} equal tokens, {said}"
     return found

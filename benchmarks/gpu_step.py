@@ -12,18 +12,14 @@ import os
 import statistics
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from unittest import SkipTest
-from unittest.mock import patch
 
 import common  # noqa: F401  # isort: skip  # puts the checkout on the path
 
 import torch
-import torch._dynamo.utils as dynamo
-import torch._inductor.compile_fx  # here, once for all forks
 from random_model import save_random_model
 from rollout import EOS, SHAPES, ForcedLengths, forced_draw
 from torch import Tensor
@@ -33,11 +29,8 @@ from update import flops, matmul_rate
 from grpo.algorithm.batch import Batch, Group, Problem, collate, microbatches
 from grpo.algorithm.logprobs import CompletionScorer
 from grpo.algorithm.loss import policy_loss
-from grpo.attention import fast_paths
-from grpo.distributed import World
 from grpo.model import Policy, load_policy, load_tokenizer
-from grpo.rollout import BuiltinEngine, SamplingParams, check_model, decode_loop, draw
-from grpo.run.proofs import prove_update
+from grpo.rollout import BuiltinEngine, SamplingParams, check_model, decode_loop
 
 GROUP = 8
 TOKENS_PER_MICROBATCH = 16384
@@ -134,14 +127,13 @@ def batch_of(policy: Policy, groups: list[Group]) -> Batch:
     return collate(groups, advantages_PG, pad_id=0, device=policy.device)
 
 
-def packed(bench: Bench) -> tuple[Policy, CompletionScorer, list[str]]:
-    """The model, its scorer, and what a run would say about the fast paths of its updates."""
+def packed(bench: Bench) -> tuple[Policy, CompletionScorer]:
+    """The model and its scorer, which scores packed rows."""
     policy = bench.policy("bf16")
     scorer = CompletionScorer(policy.model)
     reason = check_model(policy, scorer)
     assert reason is None, reason
-    world = World(0, 1, 0, bench.device)
-    return policy, scorer, prove_update(world, policy, scorer, TOKENS_PER_MICROBATCH)
+    return policy, scorer
 
 
 def taken_gradient(policy: Policy) -> Tensor:
@@ -179,28 +171,25 @@ def reference(policy: Policy, batch: Batch) -> tuple[Tensor, Tensor]:
 def exact(bench: Bench) -> dict:
     """mean error of log-probs (nats) and relative error of gradients, by fp64: at most 1e-3 in fp32
     and 0.6 in bf16, and for packed rows at most 1.5 times the error for padded ones"""
-    policy, scorer, said = packed(bench)
+    policy, scorer = packed(bench)
+    said = []
     # Rows end at many lengths.
     policy.eos_ids = tuple(range(2, policy.model.config.vocab_size, 100))
-    # Any tokens will do, so decode steps need not be compiled.
-    with patch.object(fast_paths, "may_use", return_value=False):
-        groups = BuiltinEngine(policy, cuda_graphs=True).generate(
-            bench.problems(100, 200),
-            SamplingParams(GROUP, 128),
-            seed_key=(0, "gpu", 0),
-        )
+    groups = BuiltinEngine(policy, cuda_graphs=True).generate(
+        bench.problems(100, 200),
+        SamplingParams(GROUP, 128),
+        seed_key=(0, "gpu", 0),
+    )
     batch = batch_of(policy, groups)
     exact_N, exact_gradient = reference(policy, batch)
-    proved = [fast_paths.SCORES] * fast_paths.is_on(fast_paths.SCORES)
     found = {}
     for precision, limit in (("fp32", 1e-3), ("bf16", 0.6)):
         policy.precision = precision
-        for side, on in (("padded", []), ("packed", []), ("proved", proved)):
-            scorer.packed = side != "padded"
-            with fast_paths.only(*on):
-                with policy.autocast():
-                    logprobs_BT, _ = scorer(*batch.scorer_inputs)
-                (logprobs_BT.sum(dim=1) * batch.advantages_B).sum().backward()
+        for side in ("padded", "packed"):
+            scorer.packed = side == "packed"
+            with policy.autocast():
+                logprobs_BT, _ = scorer(*batch.scorer_inputs)
+            (logprobs_BT.sum(dim=1) * batch.advantages_B).sum().backward()
             distance_N = logprobs_BT.detach()[batch.completion_mask_BT] - exact_N
             difference = taken_gradient(policy) - exact_gradient
             errors = [
@@ -215,27 +204,18 @@ def exact(bench: Bench) -> dict:
     return found
 
 
-def compilations() -> Counter:
-    """The number of compilations of each function so far."""
-    return Counter(one.co_name for one in dynamo.get_compilation_metrics() if one.co_name)
-
-
-def step(bench: Bench, graphs: bool, proves: bool) -> dict:
-    """seconds, tokens, memory and MFU; no rollout after the first compiles anything"""
-    dynamo.set_compilation_metrics_limit(1000)
-    if not proves:
-        fast_paths.may_use = lambda device: False
+def step(bench: Bench, graphs: bool) -> dict:
+    """seconds, tokens, memory and MFU"""
     # Completions have given lengths, the same for each variant.
     decode_loop.draw_and_record = forced_draw
-    draw.draw_and_record = forced_draw
     P, prompt, T = (2, 16, 32) if bench.shape == "small" else (8, 256, 512)
     problems = bench.problems(*[prompt] * P)
-    policy, scorer, said = packed(bench)
+    policy, scorer = packed(bench)
+    said = []
     policy.eos_ids = (EOS,)
     # Weights do not move, so that every step is the same. AdamW computes all the same.
     optimizer = torch.optim.AdamW(policy.model.parameters(), lr=0.0, fused=True)
     engine = ForcedLengths(policy, cuda_graphs=graphs, warn=said.append)
-    compiled = []
 
     def update(groups: list[Group]):
         """One update, as in ``train_grpo.update``."""
@@ -261,7 +241,6 @@ def step(bench: Bench, graphs: bool, proves: bool) -> dict:
         sampling = []
         updates = []
         for number in range(1 + repeats):
-            before = compilations()
             started = time.perf_counter()
             groups = engine.generate(
                 problems,
@@ -269,7 +248,6 @@ def step(bench: Bench, graphs: bool, proves: bool) -> dict:
                 seed_key=(0, "gpu", number),
             )
             sampled = time.perf_counter()
-            compiled.append((compilations() - before).total())
             update(groups)
             sampling.append(sampled - started)
             updates.append(time.perf_counter() - sampled)
@@ -291,15 +269,9 @@ def step(bench: Bench, graphs: bool, proves: bool) -> dict:
     engine.lengths_UG = torch.randint(T // 4, T + 1, (P, GROUP), generator=rng)
     # One repeat is enough for plain code, which takes 13 s a step.
     found = measured(repeats=3 if graphs else 1)
-    if proves:
+    if graphs:
         engine.lengths_UG.fill_(T)
         found["even"] = measured(repeats=1)
-    microseconds = [one.duration_us or 0 for one in dynamo.get_compilation_metrics()]
-    found["compiling s"] = sum(microseconds) / 1e6
-    found["compilations"] = compilations()
-    found["in each rollout"] = compiled
-    if any(compiled[1:]):
-        said.append(f"rollouts after the first compile: {compiled}")
     found["wrong"] = "; ".join(said)
     return found
 

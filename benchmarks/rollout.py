@@ -30,6 +30,7 @@ from grpo.algorithm.batch import Problem
 from grpo.algorithm.logprobs import CompletionScorer
 from grpo.model import Policy
 from grpo.rollout import BuiltinEngine, SamplingParams, check_model
+from grpo.rollout.decode_loop import decode
 from grpo.rollout.draw import draw_and_record
 
 SHAPES = {
@@ -87,14 +88,15 @@ class ForcedLengths(BuiltinEngine):
 
     lengths_UG: torch.Tensor
 
-    def _uniforms(self, rows, sampling, address):
-        uniforms_RT = super()._uniforms(rows, sampling, address)
-        lengths = [int(self.lengths_UG[problem.index, g]) for problem, g in rows]
-        uniforms_RT[torch.arange(len(rows)), torch.tensor(lengths) - 1] += 2
-        return uniforms_RT
-
     def generate(self, problems, *args, **options):
-        groups = super().generate(problems, *args, **options)
+        lengths_R = self.lengths_UG[[problem.index for problem in problems]].flatten()
+
+        def forced_decode(policy, prefill, prompts, uniforms_RT, *more):
+            uniforms_RT[torch.arange(len(prompts)), lengths_R - 1] += 2
+            return decode(policy, prefill, prompts, uniforms_RT, *more)
+
+        with patch("grpo.rollout.engine.decode", forced_decode):
+            groups = super().generate(problems, *args, **options)
         for problem, group in zip(problems, groups, strict=True):
             lengths = [len(row.ids) for row in group.completions]
             assert lengths == self.lengths_UG[problem.index].tolist(), "a completion has another length"
@@ -110,9 +112,7 @@ def forced_draw(logits_RV, u_R, sampling):
 def ours(engine, prompts_UL, lengths_UG, T) -> int:
     problems = [Problem(u, "", tuple(row)) for u, row in enumerate(prompts_UL.tolist())]
     engine.lengths_UG = lengths_UG.cpu()
-    in_loop = patch("grpo.rollout.decode_loop.draw_and_record", forced_draw)
-    in_graphs = patch("grpo.rollout.draw.draw_and_record", forced_draw)
-    with in_loop, in_graphs:
+    with patch("grpo.rollout.decode_loop.draw_and_record", forced_draw):
         groups = engine.generate(problems, SamplingParams(lengths_UG.shape[1], T), seed_key=(0, "benchmark", 0))
     return sum(len(c.ids) for group in groups for c in group.completions)
 

@@ -30,6 +30,7 @@ class Tile:
     """Index of each token in the padded ``[rows * width]`` tensor; None if nothing is padded."""
     prompt_R: Tensor
     """Index of the prompt that each row is or continues."""
+
     def pad(self, x_nHD: Tensor) -> Tensor:
         """``[n, H, D]`` to ``[R, H, C, D]``, zeros at the padding."""
         R = len(self.prompt_R)

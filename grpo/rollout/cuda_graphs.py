@@ -71,7 +71,7 @@ class CapturedSteps:
         self._step()
         expected_RH = self.hidden_RH
         try:
-            self.replay = self._graph() if expected_RH.is_cuda else self._step
+            self.replay = self._replay_of_step()
             self.replay()
             if not is_close(self.hidden_RH, expected_RH, 0.1):
                 raise RuntimeError("a replayed step gives other results")
@@ -80,12 +80,15 @@ class CapturedSteps:
             reason = first_line(error.__context__ or error)
             self.graphs.are_on = False
             self.graphs.warn(f"note: decode steps are not captured in CUDA graphs ({reason})")
-            self.hidden_RH = expected_RH
+            self._step()  # a wrong replay has stored other keys and values
 
     def _step(self) -> None:
         self.hidden_RH = self.decoder(self.token_R, self.cache)
 
-    def _graph(self) -> Callable[[], None]:
+    def _replay_of_step(self) -> Callable[[], None]:
+        """The replay of a graph of the step; on a CPU the step."""
+        if not self.token_R.is_cuda:
+            return self._step
         graph = torch.cuda.CUDAGraph()
         last = self.graphs.last
         # NCCL's threads may call CUDA meanwhile. (The thread that saves does not.)

@@ -16,7 +16,6 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from grpo.algorithm.batch import Group, Problem
 from grpo.algorithm.seeding import generator

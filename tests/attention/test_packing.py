@@ -134,23 +134,23 @@ def test_layout_by_hand():
     assert packed.positions_1N.tolist() == [[0, 1, 0, 1, 2, 3, 4, 2, 3]]
     assert packed.before_M.tolist() == [1, 7, 8, 1, 2, 3, 4, 5, 6]
     prompts, completions = packed.tiles
-    assert (prompts.rows, prompts.width, completions.rows, completions.width) == (2, 2, 2, 4)
+    assert (prompts.width, completions.width) == (2, 4)
     assert completions.prompt_R.tolist() == [1, 0]
     # a prompt of one token in two places, then itself
-    assert completions.visible_RCS(2)[0].int().tolist() == [
+    assert packed.visible_RCS(completions)[0].int().tolist() == [
         [1, 0, 1, 0, 0, 0],
         [1, 0, 1, 1, 0, 0],
         [1, 0, 1, 1, 1, 0],
         [1, 0, 1, 1, 1, 1],
     ]
-    assert completions.visible_RCS(2)[1, :2].int().tolist() == [[1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 0, 0]]
+    assert packed.visible_RCS(completions)[1, :2].int().tolist() == [[1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 0, 0]]
 
 
 def test_completions_of_very_unlike_lengths_are_in_tiles_of_their_own():
     lengths = [100, 97, 80, 74, 60, 40, 39, 8, 2]
     ids_BS = torch.zeros(9, 110, dtype=torch.long)
     packed = pack(ids_BS, [5] * 9, [n + 1 for n in lengths], [0] * 9)
-    assert [(tile.rows, tile.width) for tile in packed.tiles] == [(1, 5), (3, 100), (2, 74), (2, 40), (2, 8)]
+    assert [(len(tile.prompt_R), tile.width) for tile in packed.tiles] == [(1, 5), (3, 100), (2, 74), (2, 40), (2, 8)]
     assert packed.sizes == [5, 277, 134, 79, 10, 7]  # and 7 tokens of padding
 
 

@@ -44,7 +44,7 @@ def test_checks_of_the_benchmark_pass(gpu, tmp_path):
     ("name", "mistake", "why"),
     [
         ("exact", "wrong kernel", "fp32 packed"),
-        ("graphs_fp32", "other temperature", "captures, equal tokens"),
+        ("graphs_fp32", "other position", "captures, equal tokens"),
         ("graphs_fp32", "host sync", "are not captured in CUDA graphs"),
         ("graphs_fp32", "freed memory", "a graph reads freed memory"),
         ("memory", "short trial", "CUDA out of memory"),

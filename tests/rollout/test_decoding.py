@@ -12,7 +12,6 @@ from grpo.attention import (
     forked_hidden,
     pack_prompts,
     packed_hidden,
-    packing_enabled,
 )
 from grpo.model import Policy
 from grpo.rollout import BuiltinEngine, SamplingParams, check_model
@@ -53,26 +52,34 @@ def matches(model) -> bool:
 @torch.no_grad()
 def hidden_states(model, decode, steps: int = 6) -> torch.Tensor:
     """``[steps, rows, hidden]``, a row leaving on the way."""
-    backbone = model.base_model
-    cache = ForkedCache([4, 7], capacity=steps)
-    packed_hidden(backbone, pack_prompts([[5, 6, 7, 8], [9, 10, 11, 12, 13, 14, 15]], "cpu"), cache)
+    prompts = [(5, 6, 7, 8), (9, 10, 11, 12, 13, 14, 15)]
+    cache = ForkedCache(prompts, capacity=steps)
+    packed_hidden(model.base_model, pack_prompts(prompts, "cpu"), cache)
     cache.fork(torch.tensor([0, 0, 1]))
-    positions_R, found = torch.tensor([4, 4, 7]), []
+    found = []
     for step in range(steps):
         if step == 3:
             cache.keep_rows(torch.tensor([0, 2]))
-            positions_R = positions_R[[0, 2]]
-        token_R = torch.tensor([20 + step, 30 + 2 * step, 40 + step])[: len(positions_R)]
-        found.append(decode(token_R, positions_R, cache))
-        positions_R = positions_R + 1
+        token_R = torch.tensor([20 + step, 30 + 2 * step, 40 + step])[: len(cache.prompt_R)]
+        found.append(decode(token_R, cache))
     return torch.cat(found)
+
+
+def by_modules(model):
+    """The step of the model's own modules."""
+
+    def decode(token_R, cache):
+        positions_R = cache.begin_token()
+        return forked_hidden(model.model, token_R[:, None], positions_R[:, None], cache)[:, 0]
+
+    return decode
 
 
 @pytest.mark.parametrize("name", LLAMA_SHAPED)
 def test_decoder_gives_what_the_models_modules_give(name):
     model = ready(*LLAMA_SHAPED[name])
     assert matches(model)
-    expected = hidden_states(model, lambda *inputs: forked_hidden(model.model, *inputs))
+    expected = hidden_states(model, by_modules(model))
     torch.testing.assert_close(hidden_states(model, LlamaDecoder(model.model)), expected, rtol=0, atol=1e-5)
     with copied_weights(model, "fp32"):
         found = hidden_states(model, LlamaDecoder(model.model))
@@ -82,7 +89,7 @@ def test_decoder_gives_what_the_models_modules_give(name):
             torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bf16"),
             copied_weights(model, precision),
         ):
-            theirs = hidden_states(model, lambda *inputs: forked_hidden(model.model, *inputs))
+            theirs = hidden_states(model, by_modules(model))
             ours = hidden_states(model, LlamaDecoder(model.model))
         assert float((ours - theirs).norm()) < share * float(theirs.norm())
 
@@ -120,26 +127,19 @@ def test_fast_decode_changes_rounding_alone(random_model, precision, tolerance, 
 
 
 @torch.no_grad()
-def test_rows_leave_join_and_go_on_without_writing_behind_their_last_token(policy, new_memory_is_nan):
+def test_rows_leave_join_and_go_on_without_writing_behind_their_last_token(random_model, new_memory_is_nan):
     """A KV cache is as wide as the longest completion, of which a row may have few tokens."""
+    policy = load(random_model, packed=True)
     prompts = [(5, 6, 7), (5, 6, 7), (8, 9)]
     decoder, _ = prefill(policy, None, prompts, capacity=50)
     decoder.step(torch.tensor([3, 4, 5]))
-    if packing_enabled(policy.model):
-        others = decoder.split(torch.tensor([0, 2]))
-        decoder.add_rows(others)
-        decoder.extend([[6, 7], [8], [9, 10, 11], [12], [13]])
-        buffers = [x for pair in decoder.cache.own.values() for x in pair]
-        width, used = 50, 1 + 3
-        assert decoder.cache.length == used
-    else:
-        width, used = 3 + 50, 3 + 1
-        for layer in decoder.cache.layers:
-            layer.keys[:, :, used:] = 1.0
-            layer.values[:, :, used:] = 1.0
-        decoder.keep_rows(torch.tensor([0, 2]))
-        buffers = [x for layer in decoder.cache.layers for x in (layer.keys, layer.values)]
-    for buffer in buffers:
-        assert buffer.shape[2] == width
-        assert buffer[:, :, :used].isfinite().all()
-        assert buffer[:, :, used:].isnan().all()
+    others = decoder.split(torch.tensor([0, 2]))
+    decoder.add_rows(others)
+    decoder.extend([[6, 7], [8], [9, 10, 11], [12], [13]])
+    used = 1 + 3
+    assert decoder.length == used
+    for buffers in decoder.own.values():
+        for buffer in buffers:
+            assert buffer.shape[2] == 50
+            assert buffer[:, :, :used].isfinite().all()
+            assert buffer[:, :, used:].isnan().all()

@@ -15,7 +15,7 @@ from grpo.attention import ForkedCache
 from grpo.data.chat import special_tokens
 from grpo.data.tiny import build_tokenizer
 from grpo.model import Policy
-from grpo.rollout import BuiltinEngine, SamplingParams, Stops, check_model, split_stop
+from grpo.rollout import BuiltinEngine, SamplingParams, check_model, split_stop
 from grpo.rollout.decode_loop import num_admissible
 from grpo.rollout.prefill import ForkedCacheDecoder
 from grpo.rollout.weights import CopiedLinear, copied_weights
@@ -88,7 +88,7 @@ def test_problems_that_ask_the_same(policy):
 def test_waves_give_the_same_tokens(policy):
     problems = problems_of(policy, *TEXTS)
     whole = ids(generate(policy, problems, SAMPLING, seed_key=SEED_KEY))
-    for tokens in (1, 100, 200, 400):
+    for tokens in (1, 200):
         cut = generate(policy, problems, replace(SAMPLING, tokens_in_flight=tokens), seed_key=SEED_KEY)
         assert ids(cut) == whole
 
@@ -238,21 +238,6 @@ def test_a_tag_that_ends_a_completion_stays_in_its_text(special_tags):
     assert all(endings.values()), "or this test sees nothing"
 
 
-@pytest.mark.parametrize("name", ["tiny", "gsm8k-7m"])
-def test_texts_without_other_special_tokens_are_those_without_any(name, random_model, request):
-    """EOS and padding, wherever they stand, are left out as ``skip_special_tokens`` leaves them out."""
-    folder = random_model if name == "tiny" else request.getfixturevalue("assets") / "models" / name
-    policy = load(folder)
-    ends = {*policy.eos_ids, policy.pad_id}
-    others = set(policy.tokenizer.convert_tokens_to_ids(list(special_tokens(policy.tokenizer)))) - ends
-    drawn_NT = torch.randint(len(policy.tokenizer), (500, 40), generator=torch.Generator().manual_seed(0))
-    drawn_NT[:, ::7] = torch.tensor([*ends])[drawn_NT[:, ::7] % len(ends)]
-    stops = Stops(policy, [])
-    for row in drawn_NT.tolist():
-        tokens = [id for id in row if id not in others]
-        assert stops.text(tokens) == policy.tokenizer.decode(tokens, skip_special_tokens=True)
-
-
 def test_stop_strings_with_a_special_token_beside_other_text_are_refused(policy):
     tokenizer = policy.tokenizer
     assert split_stop(tokenizer, ["</answer>", "<|im_start|>"]) == (
@@ -311,15 +296,18 @@ def test_rows_that_join_attend_to_their_own_tokens_only(use_cpu_kernel):
     """Against attention over each row's own tokens, in float64; rows leave and join; buffer space is reused."""
     rng = torch.Generator().manual_seed(0)
     H, K, D, capacity = 4, 2, 8, 6
+    seen = []  # prompts so far, each with another first token
 
     def random(*shape):
         return torch.randn(*shape, generator=rng, dtype=torch.float64)
 
     def begin(lengths, rows):
-        cache = ForkedCache(lengths, capacity=capacity)
+        prompts = [(number, *range(n - 1)) for number, n in enumerate(lengths, start=len(seen))]
+        seen.extend(prompts)
+        cache = ForkedCache(prompts, capacity=capacity)
         cache.use_cpu_kernel = use_cpu_kernel
         k_UPKD, v_UPKD = random(len(lengths), max(lengths), K, D), random(len(lengths), max(lengths), K, D)
-        cache.store_prompts(0, k_UPKD, v_UPKD)
+        cache.store_prompts(0, k_UPKD.transpose(1, 2), v_UPKD.transpose(1, 2))
         cache.fork(torch.tensor(rows))
         return cache, [(k_UPKD[u, : lengths[u]], v_UPKD[u, : lengths[u]]) for u in rows]
 
@@ -346,7 +334,7 @@ def test_rows_that_join_attend_to_their_own_tokens_only(use_cpu_kernel):
     assert was_full and longest < len(plan) - 1, "buffer space of rows that have left should be reused"
 
 
-@pytest.mark.parametrize(("rows", "temperature", "margin"), [(3, 1.0, 8), (8, 1.0, 8), (20, 0.0, 8), (20, 1.0, 50)])
+@pytest.mark.parametrize(("rows", "temperature", "margin"), [(3, 1.0, 8), (20, 1.0, 50)])
 def test_rows_that_waited_get_the_tokens_of_all_at_once(random_model, monkeypatch, rows, temperature, margin):
     monkeypatch.setattr("grpo.rollout.decode_loop.MARGIN_SHARE", margin)
     policy = load(random_model, packed=True)
@@ -358,10 +346,10 @@ def test_rows_that_waited_get_the_tokens_of_all_at_once(random_model, monkeypatc
 
     def add_rows(self, other):
         plain_add(self, other)
-        joined.append(len(other.cache.prompt_R))
+        joined.append(len(other.prompt_R))
 
     def step(self, token_R):
-        held.append(len(token_R) * (int(self.cache.prompt_lengths_U.max()) + self.cache.capacity))
+        held.append(len(token_R) * (int(self.prompt_lengths_U.max()) + self.capacity))
         return plain_step(self, token_R)
 
     monkeypatch.setattr(ForkedCacheDecoder, "add_rows", add_rows)

@@ -13,7 +13,6 @@ from grpo.data.tiny import build_tokenizer
 from grpo.model import Policy
 from grpo.rollout import BuiltinEngine, SamplingParams, check_model
 
-STATES = dict(vocab_size=V, hidden_size=32, num_hidden_layers=2, state_size=8, eos_token_id=2, pad_token_id=0)
 DELTA = dict(linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=8, linear_value_head_dim=8)
 DELTA |= dict(head_dim=8, layer_types=["linear_attention", "full_attention"])
 MAMBA2 = dict(mamba_n_heads=8, mamba_d_head=8, mamba_n_groups=1, mamba_d_state=8, mamba_chunk_size=8)
@@ -25,19 +24,20 @@ SAMPLED = {
     "phi3": PHI3,
     "mistral": SIZES | dict(sliding_window=4),
     "doge": SIZES,
-    "mamba": STATES,
     "lfm2": SIZES | dict(layer_types=["conv", "full_attention"]),
     "qwen3_5_text": SIZES | DELTA,
     "phimoe": SIZES | dict(sliding_window=20, num_local_experts=2),
     "llama4_text": SIZES | dict(intermediate_size_mlp=48, head_dim=8, num_local_experts=2, attention_chunk_size=8),
-    "mamba2": STATES | dict(num_heads=8, head_dim=8, n_groups=2, expand=2, chunk_size=8),
     "granitemoehybrid": SIZES | HYBRID,
     "nemotron_h": SIZES | NEMOTRON,
     "gpt2": GPT2,
     READS_IMAGES[0]: READS_IMAGES[1],
 }
-REFUSED = SIZES | dict(lru_width=32, block_types=["recurrent", "attention"], head_dim=8)
-"""Of a Recurrent Gemma, whose decode steps give other logits."""
+REFUSED = {
+    "recurrent_gemma": SIZES | dict(lru_width=32, block_types=["recurrent", "attention"], head_dim=8),
+    "mamba": dict(vocab_size=V, hidden_size=32, num_hidden_layers=2, state_size=8),
+}
+"""Models whose decode steps give other logits."""
 
 
 def policy_of(model_type, options) -> Policy:
@@ -79,9 +79,11 @@ def test_sampled_and_scored_as_each_row_alone(name):
         torch.testing.assert_close(scored_BT[b, :n], alone_T, rtol=0, atol=1e-4)
 
 
-def test_what_cannot_be_sampled_is_refused_by_name():
-    policy, state = policy_of("recurrent_gemma", REFUSED), torch.get_rng_state()
-    with pytest.raises(ValueError, match=r"RecurrentGemmaForCausalLM cannot be sampled: .* other logits"):
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_sampled_is_refused_by_name(name):
+    policy = policy_of(name, REFUSED[name])
+    state = torch.get_rng_state()
+    with pytest.raises(ValueError, match=r"ForCausalLM cannot be sampled: .* other logits"):
         check(policy)
     assert torch.equal(torch.get_rng_state(), state)
 
@@ -108,16 +110,6 @@ def test_queries_that_are_scaled_by_position_decode_through_their_own_modules():
         assert policy.is_llama is matches
 
 
-def test_a_state_that_padding_reaches_is_noticed():
-    """A model that ignores the mask of the padding on the left."""
-    policy = policy_of("mamba", SAMPLED["mamba"])
-    check(policy)
-    forward = policy.model.backbone.forward
-    policy.model.backbone.forward = lambda *args, attention_mask=None, **options: forward(*args, **options)
-    with pytest.raises(ValueError, match="MambaForCausalLM cannot be sampled"):
-        check(policy)
-
-
 def test_kernels_without_fp32_are_compared_in_the_runs_precision():
     """As flash attention's; what is wrong shows in bf16, too."""
 
@@ -127,7 +119,7 @@ def test_kernels_without_fp32_are_compared_in_the_runs_precision():
 
     AttentionInterface.register("bf16_alone", sdpa_attention_forward)
     AttentionMaskInterface.register("bf16_alone", sdpa_mask)
-    right, wrong = policy_of("qwen2", SIZES), policy_of("recurrent_gemma", REFUSED)
+    right, wrong = policy_of("qwen2", SIZES), policy_of("recurrent_gemma", REFUSED["recurrent_gemma"])
     for policy in (right, wrong):
         policy.precision = "bf16"
         policy.model.config._attn_implementation = "bf16_alone"
