@@ -4,8 +4,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import run_trainer, small_run
-from outputs import metrics_of
 from test_rollout import SAMPLING, SEED_KEY, TEXTS, generate, ids, problems_of
 from test_sampling import filtered, softmax
 
@@ -49,14 +47,6 @@ def test_the_loss_scores_what_the_sampler_reports(policy):
     assert (whole_BT - scored_BT).abs().max() > 0.05
 
 
-def test_nothing_is_recorded_where_nothing_is_left_out(policy):
-    for changes in ({}, dict(temperature=0.0, top_p=0.5)):
-        sampling = replace(SAMPLING, keep_sampling_mask=True, **changes)
-        groups = generate(policy, problems_of(policy, *TEXTS), sampling, seed_key=SEED_KEY)
-        assert all(c.allowed is None for group in groups for c in group.completions)
-        assert len(collate(groups, torch.zeros(4, 3), pad_id=policy.pad_id).scorer_inputs) == 4
-
-
 @pytest.mark.parametrize("filters", [dict(top_p=0.6), dict(top_k=3), dict(min_p=0.3)], ids=str)
 def test_the_gradient_estimate_is_unbiased(filters):
     """One token and 8 logits: the mean of reward x gradient of the log-prob, and the exact gradient."""
@@ -79,24 +69,3 @@ def test_the_gradient_estimate_is_unbiased(filters):
     assert 1 < int(allowed_V.sum()) < 8
     torch.testing.assert_close(estimate(allowed), exact_V, rtol=0, atol=1e-4)
     assert (estimate(None) - exact_V).abs().max() > 0.02
-
-
-@pytest.mark.slow
-def test_one_and_two_ranks_are_equal_and_the_first_update_has_ratio_1(random_model, tmp_path):
-    settings = [
-        "rollout.top_p=0.8", "rollout.top_k=20", "rollout.keep_sampling_mask=true", "algorithm.beta=0.05",
-        "algorithm.num_iterations=2", "optim.max_steps=3", "optim.tokens_per_microbatch=200",
-        "runtime.try_largest_step=true",
-    ]  # fmt: skip
-    for ranks in (1, 2):
-        run_trainer(*small_run(random_model, tmp_path / str(ranks)), *settings, ranks=ranks)
-    one, two = (metrics_of(tmp_path / str(ranks)) for ranks in (1, 2))
-    for a, b in zip(one, two, strict=True):
-        for name in ("reward", "completions/mean_length", "entropy", "kl", "loss", "grad_norm", "ratio"):
-            if a["step"]:
-                assert b[name] == pytest.approx(a[name], rel=1e-3, abs=1e-5), name
-    assert all(line["sampling/logprob_difference"] < 1e-5 for line in one if line["step"])
-    settings = [s for s in settings if "iterations" not in s]
-    run_trainer(*small_run(random_model, tmp_path / "once"), *settings)
-    _, first, *_ = metrics_of(tmp_path / "once")
-    assert first["ratio"] == 1.0 and first["kl"] == 0.0

@@ -3,6 +3,7 @@
 from collections import Counter
 from concurrent.futures import Future
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from conftest import load
@@ -81,7 +82,7 @@ def test_a_step_is_captured_anew_when_a_quarter_of_the_rows_is_left(random_model
     engine.policy.eos_ids = tuple(range(0, 400, 8))  # about one row of eight ends at each token
     engine.generate(problems_of(engine.policy, *TEXTS), SAMPLING, seed_key=SEED_KEY)
     assert sizes[0] == 32 and len(sizes) > 2
-    for before, size in zip(sizes, sizes[1:], strict=False):
+    for before, size in pairwise(sizes):
         assert size <= max(before // 4, 1)
 
 
