@@ -102,7 +102,6 @@ def train(
     reward_functions: Any = None,
     tools: Any = None,
     environment_factory: Any = None,
-    rollout_func: Any = None,
     dataset: Any = None,
     eval_dataset: Any = None,
     **settings: Any,
@@ -119,9 +118,7 @@ def train(
             completions, **columns) -> list[float | None]`` runs in a worker process, or in this
             process if it cannot be sent there.
         tools: in place of ``tools``: a list of functions and names.
-        environment_factory: in place of ``environment``: a class, or a mapping from names to
-            classes.
-        rollout_func: in place of ``rollout.function``: ``fn(prompts, generate)``.
+        environment_factory: in place of ``environment``: a class.
         dataset: in place of ``data.dataset``: a list of dictionaries, a ``datasets.Dataset``, a
             DataFrame, or a name.
         eval_dataset: the same in place of ``data.eval_dataset``.
@@ -137,7 +134,6 @@ def train(
     turns = {
         "tools": tools,
         "environment": environment_factory,
-        "rollout.function": rollout_func,
     }
     tables = {"dataset": dataset, "eval_dataset": eval_dataset}
     checked, objects = _read_arguments(config, settings, reward_functions, turns, tables)
@@ -195,7 +191,7 @@ def _read_arguments(
     """The checked configuration, in which names stand for Python objects, and the objects.
 
     Args:
-        turns: tools, environments and a rollout function, by the key of the configuration.
+        turns: tools and an environment, by the key of the configuration.
         tables: rows or the name of a dataset, by the key of the section ``data``.
     """
     from grpo.data import PYTHON_ROWS, rows_of
@@ -208,10 +204,6 @@ def _read_arguments(
     for key, value in turns.items():
         if isinstance(value, list | tuple):
             names[key] = [_name_of(item, others) for item in value]
-        elif isinstance(value, Mapping):
-            names[key] = {}
-            for name, item in value.items():
-                names[key][name] = _name_of(item, others)
         elif value is not None:
             names[key] = _name_of(value, others)
     for key, table in tables.items():

@@ -133,7 +133,6 @@ class ToolCall:
     """One call of a tool."""
 
     name: str
-    seconds: float
     error: str = ""
     """The text that the model saw, if the tool raised, its arguments were wrong, or there is no
     tool of that name."""
@@ -159,11 +158,9 @@ class Turns(Completion):
     rewards: tuple[float, ...] = ()
     """The reward of each turn, from an environment that gives one."""
     calls: tuple[ToolCall, ...] = ()
-    environment: Any = None
-    """The place where the environment lives until the next rollout
-    (:class:`grpo.rewards.calls.Place`)."""
-    environment_name: str | None = None
-    """The name of the environment's class; None without one."""
+    environment: int | None = None
+    """The row of the rollout, whose environment lives until the next rollout; None without an
+    environment."""
     environment_reward: float | None = None
     """The reward of the environment itself: its ``get_reward()``, or the sum of ``rewards``."""
     environment_failure: str | None = None
@@ -171,8 +168,6 @@ class Turns(Completion):
     got no action."""
     num_turns: int = 1
     """Turns of the model."""
-    fields: dict[str, Any] = field(default_factory=dict)
-    """Columns for the rewards, which a rollout function returned with this completion."""
 
     @property
     def transcript(self) -> str:

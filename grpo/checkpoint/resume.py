@@ -126,8 +126,7 @@ def content_digests(
         reference_path: what ``model.reference`` stands for; None if the reference is the model of the start.
         own_files: source files of tools, environments, loss and advantages, by their names in messages.
     """
-    names = (config.model.adapter, *rewards.classifier_models)
-    models = dict(zip(names, names, strict=True))
+    models = {config.model.adapter: config.model.adapter}
     models[config.model.name_or_path] = model_path
     models[config.model.reference] = reference_path
     found = {}

@@ -65,7 +65,7 @@ def main(argv: list[str]) -> None:
     is_scored = options.prompt is not None and (saved or options.config or options.column)
     world = start_world(config.runtime)
     with contextlib.ExitStack() as at_end:
-        tools, rewards = open_rewards(config, world, at_end)
+        tools, rewards = open_rewards(config, at_end)
         columns = dict(options.column)
         if is_scored:
             rewards.check(columns)

@@ -29,7 +29,6 @@ from grpo.evaluation.collect import Evaluation, check_eval_context, eval_samplin
 from grpo.evaluation.grading import Grader, check_reward_names, correctness_note
 from grpo.rewards import RewardRunner
 from grpo.rewards.code import check_rows
-from grpo.rewards.scores import messages_warning
 from grpo.rollout import engine_with_weights, split_stop
 from grpo.system import write_atomically
 from grpo.telemetry.records import json_safe
@@ -61,7 +60,7 @@ def run(config: Config, models: list[str], output: Path, world: World) -> list[E
     """Evaluate each model on all ranks. The main rank prints the results and writes the file."""
     with contextlib.ExitStack() as at_end:
         with world.fail_together():
-            tools, rewards = open_rewards(config, world, at_end)
+            tools, rewards = open_rewards(config, at_end)
             rows = load_rows(
                 config.data,
                 train=False,
@@ -70,9 +69,7 @@ def run(config: Config, models: list[str], output: Path, world: World) -> list[E
             )
             if rows is None:
                 raise ValueError("the configuration names no evaluation data: set data.eval_split or data.eval_dataset")
-            # A rollout function may add columns.
-            columns = None if config.rollout.function else rows.columns[0]
-            rewards.check(columns, f"the rows of {rows.source}")
+            rewards.check(rows.columns[0], f"the rows of {rows.source}")
             check_rows(
                 rewards.specs,
                 rows.columns,

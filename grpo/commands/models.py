@@ -21,7 +21,6 @@ BUILTIN_ENGINE = ("rollout.engine=builtin", "rollout.server=start")
 
 def open_rewards(
     config: Config,
-    world: World,
     at_end: ExitStack,
 ) -> tuple[Tools | None, RewardRunner]:
     """The tools and environments of a run (None if it has no turns), and its rewards."""
@@ -35,7 +34,6 @@ def open_rewards(
         specs,
         timeout_s=config.reward.timeout_s,
         num_workers=config.reward.num_workers,
-        device=world.device,
         environments=tools,
     )
     at_end.callback(rewards.close)

@@ -15,7 +15,7 @@ OTHER_NAMES = {
     "adam_beta2": "optim.betas",
     "max_new_tokens": "rollout.max_completion_length",
     "max_tool_calling_iterations": "rollout.max_turns, which counts the model's turns: one more",
-    "rollout_func": "rollout.function",
+    "rollout_func": "environment, a class whose methods are tools, or which takes whole turns",
     "use_vllm": "rollout.engine=vllm samples with vLLM",
     "vllm_server_base_url": "rollout.server",
     "vllm_server_host": "rollout.server",

@@ -28,9 +28,8 @@ class Config(schema.Section):
     """Form of calls. auto: that of the tokenizer's response template; without one, that in which the chat template
     writes them, and tags. tags: the tool's only argument between <NAME> and </NAME>, or {"name": .., "arguments": {..}}
     between <tool_call> and </tool_call>."""
-    environment: str | dict[str, str] | None = None
-    """Class of an environment (path/to/file.py:Class), of TRL's or of reset/step form; or a mapping from names to
-    classes, of which the row's column `environment` chooses."""
+    environment: str | None = None
+    """Class of an environment (path/to/file.py:Class), of TRL's or of reset/step form."""
     reward: schema.RewardConfig = schema.RewardConfig()
     rollout: schema.RolloutConfig = schema.RolloutConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
@@ -49,7 +48,7 @@ class Config(schema.Section):
     @property
     def uses_turns(self) -> bool:
         """True if completions may have several turns."""
-        return bool(self.tools or self.environment or self.rollout.function)
+        return bool(self.tools or self.environment)
 
     @property
     def uses_lora(self) -> bool:
@@ -127,10 +126,6 @@ def _refusals(config: Config) -> list[tuple[Any, str]]:
         (
             not config.reward.functions and not config.environment,
             "reward.functions=[]: give at least 1, or an environment that gives a reward",
-        ),
-        (
-            rollout.function and (config.tools or config.environment),
-            "rollout.function makes whole completions: leave out tools and environment",
         ),
         (
             rollout.engine == "vllm" and rollout.keep_sampling_mask,

@@ -111,7 +111,6 @@ def keys_without_effect(config: Config) -> dict[str, str]:
             "without tools or environment",
             "tools_format rollout.max_turns rollout.max_tool_tokens",
         ),
-        (rollout.function, "with rollout.function", "rollout.keep_sampling_mask"),
         (
             not is_filtered,
             "without rollout.top_p, top_k or min_p",

@@ -163,8 +163,8 @@ class Tool(Section):
 
 
 class RewardFunction(Tool):
-    """A tool's fields, for a reward: name of a built-in one, package.module:function, path/to/file.py:function, or
-    classifier:<model>, and keyword arguments."""
+    """A tool's fields, for a reward: name of a built-in one, package.module:function, or path/to/file.py:function,
+    and keyword arguments."""
 
     weight: float = 1.0
     """Factor of this reward in the sum."""
@@ -207,8 +207,6 @@ class RolloutConfig(Section):
     """Most turns of the model in a completion; none: as many as fit into max_completion_length with the answers."""
     max_tool_tokens: PositiveInt | None = None
     """Longest result of a tool in tokens; longer ones are cut. none: one that does not fit ends the completion."""
-    function: str | None = None
-    """Own rollout function, path/to/file.py:function, which makes the completions with a `generate` that it gets."""
     engine: Literal["builtin", "vllm"] = "builtin"
     """Sampler: builtin, in the training process; vllm, servers that get the weights (docs/vllm.md)."""
     server: str | list[str] = "start"

@@ -432,21 +432,8 @@ def evaluate(expression: str, operations: dict) -> Fraction | float | complex:
     return value(ast.parse(expression, mode="eval").body)
 
 
-class EnvironmentReward:
-    """The reward that an environment of this class gives itself: ``get_reward()``, or the sum of
-    its turns' rewards.
+def environment(prompts, completions, environment_rewards=(), **columns) -> Rewards:
+    """The reward that the environment gives itself: ``get_reward()``, or the sum of its turns'
+    rewards.
     """
-
-    def __init__(self, class_name: str):
-        self.class_name = class_name
-
-    def __call__(
-        self,
-        prompts,
-        completions,
-        environment_names=(),
-        environment_rewards=(),
-        **columns,
-    ) -> Rewards:
-        pairs = zip(environment_names, environment_rewards, strict=True)
-        return [reward if name == self.class_name else None for name, reward in pairs]
+    return environment_rewards

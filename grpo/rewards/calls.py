@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo.rewards.functions import (
-    CLASSIFIER_PREFIX,
     ENVIRONMENTS,
     FunctionInfo,
     check_arguments,
@@ -42,16 +41,8 @@ class TrainerState:
 
 
 OUTSIDE_TRAINING = TrainerState()
-
-
-@dataclass(frozen=True)
-class Place:
-    """The place where the environment of a completion lives."""
-
-    key: Hashable
-    """The key of its class in the pool of workers."""
-    slot: int
-    """The row of the rollout that it serves, which also chooses the worker."""
+ENVIRONMENT = "environment"
+"""The key of the environments in their workers."""
 
 
 class Logged:
@@ -97,12 +88,7 @@ def _plain(value: Any) -> str | int | float | None:
     """
     if hasattr(value, "item"):  # numpy, torch
         value = value.item()
-    if value is None or type(value) in (bool, float):
-        return value
-    # Beyond 2**53 an integer is not exact in a float, which tables make of a column.
-    if type(value) is int and abs(value) <= 2**53:
-        return value
-    return str(value)
+    return value if value is None or type(value) in (bool, float, int) else str(value)
 
 
 def _number(value: Any) -> float:
@@ -168,7 +154,6 @@ class LoadedReward:
         objects: Mapping[Hashable, Any],
         spec: str,
         args: dict[str, Any],
-        device: str,
         function: Callable[..., Any] | None,
     ):
         if function is None:
@@ -184,9 +169,6 @@ class LoadedReward:
         if self._info.is_builtin:
             no_rows = {"prompts": [], "completions": [], "completion_ids": []}
             call_reward(function, args, no_rows, Logged(0))
-        # The model is read on the CPU, whatever the rank's device is.
-        if spec.startswith(CLASSIFIER_PREFIX):
-            function.model.to(device)
 
     def describe(self) -> FunctionInfo:
         return self._info
@@ -200,13 +182,13 @@ class LoadedReward:
         # Counted before the call, which may empty the lists.
         logged = Logged(len(inputs["completions"]))
         if ENVIRONMENTS in inputs and ENVIRONMENTS in self._info.named:
-            inputs[ENVIRONMENTS] = [self._environment(place) for place in inputs[ENVIRONMENTS]]
+            inputs[ENVIRONMENTS] = [self._environment(slot) for slot in inputs[ENVIRONMENTS]]
         values = call_reward(self._function, self._args, inputs, logged, trainer_state)
         return then(values, lambda values: (checked(values, logged), logged))
 
-    def _environment(self, place: Place) -> Any:
+    def _environment(self, slot: int) -> Any:
         try:
-            return self._objects[place.key].slots[place.slot]
+            return self._objects[ENVIRONMENT].slots[slot]
         except KeyError:
             # This process has taken the place of one that was killed.
             raise RuntimeError("its environment was in a worker process that was killed") from None

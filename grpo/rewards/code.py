@@ -49,8 +49,6 @@ def python_tests(
     test_seconds=Limits.test_seconds,
     total_seconds=Limits.total_seconds,
     memory_mb=Limits.memory_mb,
-    processes=Limits.processes,
-    output_kb=Limits.output_kb,
     allow_unsandboxed=False,
     **columns,
 ) -> Rewards:
@@ -61,13 +59,7 @@ def python_tests(
     ``total_seconds`` (all tests of one completion) must be less than ``reward.timeout_s``: code
     that hangs then scores 0, not ``None``.
     """
-    limits = Limits(
-        test_seconds,
-        total_seconds,
-        memory_mb,
-        processes=processes,
-        output_kb=output_kb,
-    )
+    limits = Limits(test_seconds, total_seconds, memory_mb)
     # A call without rows checks a configuration: fail now on a machine without the sandbox.
     if not completions:
         run_python("", [{"code": ""}], limits, allow_unsandboxed=allow_unsandboxed)

@@ -1,7 +1,6 @@
 """Find reward functions by the names that configurations use, and tell what a function takes.
 
-A name is built-in, ``package.module:function``, ``path/to/file.py:function`` or
-``classifier:<model>``.
+A name is built-in, ``package.module:function`` or ``path/to/file.py:function``.
 """
 
 import importlib
@@ -36,7 +35,6 @@ BUILTIN["python_tests"] = "grpo.rewards.code"
 """Name -> the module that defines a function of that name. It is imported when the reward is
 loaded."""
 
-CLASSIFIER_PREFIX = "classifier:"
 ENVIRONMENT_PREFIX = "environment:"
 """Begins the name of the reward that an environment gives itself; then comes the name of its class.
 """
@@ -57,7 +55,6 @@ TRAINER_ARGUMENTS = (
     "prompts",
     "completions",
     "completion_ids",
-    "environment_names",
     "environment_rewards",
     *ONLY_IF_NAMED,
 )
@@ -74,15 +71,10 @@ def load_reward(spec: str) -> Callable[..., Any]:
     if spec in BUILTIN:
         return getattr(importlib.import_module(BUILTIN[spec]), spec)
     location, _, name = spec.rpartition(":")
-    if spec.startswith(CLASSIFIER_PREFIX):
-        # Imported here, as it imports torch, which reward workers do not need.
-        from grpo.rewards.classifier import ClassifierReward
-
-        return ClassifierReward(spec.removeprefix(CLASSIFIER_PREFIX))
     if spec.startswith(ENVIRONMENT_PREFIX):
-        from grpo.rewards.builtin import EnvironmentReward
+        from grpo.rewards.builtin import environment
 
-        return EnvironmentReward(name)
+        return environment
     # A class would be called with the prompts, and what it returns is no list of scores.
     function = load_object(spec, "reward", ", ".join(BUILTIN))
     if not callable(function) or inspect.isclass(function):
@@ -162,14 +154,13 @@ def _real_path(path: str) -> str:
 
 
 def unique_names(specs: Collection[str]) -> list[str]:
-    """The names of rewards in metrics: ``fn`` of ``path/to/file.py:fn``, the last part of a
-    classifier's path.
+    """The names of rewards in metrics: ``fn`` of ``path/to/file.py:fn``.
 
     The second of the same name gets ``_2``, and so on.
     """
     names = []
     for spec in specs:
-        last_part = re.split("[:/]", spec.rstrip("/"))[-1]
+        last_part = spec.rpartition(":")[2]
         name = last_part
         number = 1
         while name in names:

@@ -43,7 +43,6 @@ from grpo.rewards.calls import (
     TrainerState,
 )
 from grpo.rewards.functions import (
-    CLASSIFIER_PREFIX,
     ENVIRONMENTS,
     FunctionInfo,
     unique_names,
@@ -60,7 +59,8 @@ are not called."""
 BATCH, GROUP, ROW = range(3)
 """The levels of a call: with rows of several groups, with several rows of one group, with one row.
 """
-WAYS = {GROUP: "group by group", ROW: "row by row"}
+WAYS = ("group by group", "row by row")
+"""The calls that follow one of each level that has failed."""
 SKIPPED = Answer(
     "skipped",
     message=f"not called, as {MAX_LOST_WORKERS} calls before it hung or killed their worker",
@@ -96,8 +96,6 @@ class RewardResult:
         self.first_traceback = {}
         """Function name -> its failure in the first row: a traceback, or a sentence for a timeout
         or a death."""
-        self.first_failed = {}
-        """Function name -> that row."""
         self.metrics = {}
         """Name -> ``(sum, count)`` of what the functions gave to ``log_metric``. As in TRL they may
         share a name."""
@@ -131,8 +129,6 @@ class Batch:
         """:class:`Call` -> its answer."""
         self.lost = defaultdict(list)
         """Function -> the level of each of its calls that hung or killed its worker."""
-        self.called_alone = set()
-        """The functions with a call in a process that has been killed or has died."""
         self.group_of = []
         """``[B]`` the number of each row's group."""
         for number, (_, group) in enumerate(itertools.groupby(inputs["prompts"])):
@@ -175,7 +171,6 @@ class RewardRunner(contextlib.AbstractContextManager):
         timeout_s: time limit of one call, in seconds.
         num_workers: worker processes. More than one help if several functions are slow, or one that
             is called by row. Default: 1.
-        device: where ``classifier:`` rewards run, in this process.
         environments: the :class:`grpo.turns.tools.Tools` of the run, where functions that take
             ``environments`` run.
     """
@@ -186,7 +181,6 @@ class RewardRunner(contextlib.AbstractContextManager):
         *,
         timeout_s: float = 10.0,
         num_workers: int | None = None,
-        device: Any = "cpu",
         environments: Any = None,
     ):
         # Imported here: a worker imports this package, and needs no pydantic.
@@ -200,16 +194,12 @@ class RewardRunner(contextlib.AbstractContextManager):
         self.names = unique_names([spec.name for spec in self.specs])
         self.weights = [spec.weight for spec in self.specs]
         self.timeout_s = timeout_s
-        # As text, because a torch.device would make the workers import torch.
-        self._device = str(device)
         self._environments = environments
         self._beside_environments = set()
         """The functions that run where the environments live."""
         self._pool = Pool(num_workers or 1)
         self._infos = []
         """:class:`FunctionInfo` of each function, once :meth:`check` has loaded them."""
-        self._levels = [BATCH] * len(self.specs)
-        """The level at which each function is called first."""
         self._logged = set()
         """The kinds of failures that the run has logged."""
 
@@ -253,40 +243,30 @@ class RewardRunner(contextlib.AbstractContextManager):
             files |= info.source_files
         return files
 
-    @property
-    def classifier_models(self) -> list[str]:
-        """The folders or Hub ids of ``classifier:`` rewards."""
-        prefix = CLASSIFIER_PREFIX
-        return [s.name.removeprefix(prefix) for s in self.specs if s.name.startswith(prefix)]
-
     def _load(self, number: int) -> FunctionInfo:
         """Load a function. Its number is its key in the processes of its pool."""
         spec = self.specs[number]
         what = f"reward {spec.name!r}"
-        source = (LoadedReward, spec.name, spec.args, self._device)
-        # A classifier runs on the device of the rank, and so in its process.
-        here = spec.name.startswith(CLASSIFIER_PREFIX)
-        info = self._pool.load(what, number, *source, user_object=spec.function, here=here)
-        if info.row_by_row:
-            self._levels[number] = ROW
+        source = (LoadedReward, spec.name, spec.args)
+        info = self._pool.load(
+            what,
+            number,
+            *source,
+            user_object=spec.function,
+            or_here=spec.function is not None,
+        )
         # Code that hangs shall score 0 by the reward's own limit, not None by the runner's.
         if info.total_seconds >= self.timeout_s:
             limit = f"total_seconds = {info.total_seconds:g}"
             raise ValueError(f"{what}: {limit} must be less than reward.timeout_s")
 
         tools = self._environments
-        if ENVIRONMENTS in info.named and tools is not None and tools.environments:
+        if ENVIRONMENTS in info.named and tools is not None and tools.environment:
             # An environment cannot leave its process, so the function is loaded there too.
             self._beside_environments.add(number)
             tools.pool.load(what, number, *source, user_object=spec.function)
             # A function that compares the environments of a group needs all of them in one process.
             tools.keep_groups_together()
-            if number in tools.pool.keys_here and tools.live_in_workers:
-                raise ValueError(
-                    f"{what} takes `environments`, which live in worker processes, and cannot be "
-                    "sent there: put what it needs into the environment, and its reward into a "
-                    "method get_reward()"
-                )
         return info
 
     def score(
@@ -315,7 +295,6 @@ class RewardRunner(contextlib.AbstractContextManager):
 
         batch = Batch(inputs, trainer_state)
         rows = [row for row in range(num_rows) if is_scored is None or is_scored[row]]
-        self._pool.begin_step()
         try:
             calls = self._first_calls(rows, batch) if rows else []
             while calls:
@@ -333,7 +312,7 @@ class RewardRunner(contextlib.AbstractContextManager):
     def _first_calls(self, rows: Sequence[int], batch: Batch) -> list[Call]:
         """Every function with the whole batch, or with the rows of each of several workers."""
         calls = []
-        for number, level in enumerate(self._levels):
+        for number, info in enumerate(self._infos):
             workers = self._pool.workers
             if number in self._pool.keys_here:
                 workers = (self._pool.here,)
@@ -344,7 +323,8 @@ class RewardRunner(contextlib.AbstractContextManager):
                     worker = self._environments.worker_of(batch.inputs[ENVIRONMENTS][row])
                     rows_of[(worker,)].append(row)
             for workers, part in rows_of.items():
-                calls += batch.split(Call(number, tuple(part), BATCH, workers), level)
+                call = Call(number, tuple(part), BATCH, workers)
+                calls += batch.split(call, ROW if info.row_by_row else BATCH)
         return calls
 
     def _make_all(self, calls: Sequence[Call], batch: Batch) -> list[Call]:
@@ -355,8 +335,7 @@ class RewardRunner(contextlib.AbstractContextManager):
         jobs = defaultdict(list)
         async_calls = defaultdict(list)
         for call in calls:
-            # After a process has ended under an async function, each of its calls is made alone.
-            if self._infos[call.function].is_async and call.function not in batch.called_alone:
+            if self._infos[call.function].is_async:
                 async_calls[call.workers].append(call)
             else:
                 jobs[call.workers].append([call])
@@ -399,8 +378,6 @@ class RewardRunner(contextlib.AbstractContextManager):
                 continue
 
             answers = worker.ask([batch.request(call) for call in made], self.timeout_s)
-            if answers[0].is_worker_lost:
-                batch.called_alone.update(call.function for call in made)
             if answers[0].is_worker_lost and len(made) > 1:
                 # Any of them may have hung or killed the worker, so that each function counts as if
                 # it had done so once, and each call is made alone.
@@ -450,31 +427,15 @@ class RewardRunner(contextlib.AbstractContextManager):
         gives other values row by row.
         """
         name = self.names[number]
-        retried = []
         failed = []
         for call, answer in batch.answers.items():
-            if call.function == number and answer.kind != "ok":
-                those = failed if call.level == ROW else retried
-                those.append((call, answer))
-
-        if retried:
-            call, answer = retried[0]
-            num_groups = batch.group_of[-1] + 1
-            num_by_row = sum(call.level == GROUP for call, _ in retried)
-            # If no single row failed, only the number of rows was too slow. The calls of an async
-            # function share one event loop, so that a late one shows nothing about the others.
-            if answer.kind == "timeout" and not failed and not self._infos[number].is_async:
-                # One late group of several may have had a slow moment.
-                level = ROW if num_by_row == num_groups else GROUP
-                self._levels[number] = level
-                way = WAYS[level]
-                logger.warning(f"reward {name!r} is slower than reward.timeout_s: now called {way}")
+            if call.function != number or answer.kind == "ok":
+                continue
+            if call.level == ROW:
+                failed.append((call, answer))
             else:
-                way = WAYS[call.level + 1]
-                if call.level == BATCH and num_by_row:
-                    way += f" (row by row for {num_by_row} of {num_groups} groups)"
-                verb = "raised" if answer.error else "failed"
-                done = f"{verb} on {len(call.rows)} completions at once, and was called {way}: "
+                way = f"and was called {WAYS[call.level]}"
+                done = f"failed on {len(call.rows)} completions at once, {way}: "
                 self._warn_once(call, answer, done + (answer.error or answer.message))
         if failed:
             # Answers come in the order of the threads, and the first row is the same in each run.
@@ -482,7 +443,6 @@ class RewardRunner(contextlib.AbstractContextManager):
             (row,) = call.rows
             trace = answer.trace or answer.message
             result.failures[number] = len(failed)
-            result.first_failed[name] = row
             result.first_traceback[name] = trace
             done = (
                 f"failed on {len(failed)} of {len(result.values)} completions (logged once per "

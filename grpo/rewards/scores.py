@@ -5,8 +5,7 @@ import it.
 from collections.abc import Sequence
 from typing import Any
 
-from grpo.algorithm.batch import Completion, Group, Problem, Turns
-from grpo.config import Config
+from grpo.algorithm.batch import Completion, Group, Turns
 from grpo.rewards.calls import OUTSIDE_TRAINING, TrainerState
 from grpo.rewards.runner import RewardResult, RewardRunner
 
@@ -32,20 +31,15 @@ def score_groups(
             completion_ids.append(list(completion.sampled_ids))
             failure = None
             record = dict(problem.columns)
-            # Columns that a rollout function returned replace those of the dataset.
-            if isinstance(completion, Turns):
+            if isinstance(completion, Turns) and completion.environment is not None:
                 failure = completion.environment_failure
-                record |= completion.fields
-                if completion.environment_name:
-                    record["environments"] = completion.environment
-                    record["environment_names"] = completion.environment_name
-                    record["environment_rewards"] = completion.environment_reward
+                record["environments"] = completion.environment
+                record["environment_rewards"] = completion.environment_reward
             if failure is not None:
                 environment_failures.append(failure)
             is_scored.append(not failure)
             records.append(record)
 
-    # Only some completions have the fields of a rollout function or of an environment.
     columns = {}
     for name in dict.fromkeys(name for record in records for name in record):
         columns[name] = [record.get(name) for record in records]
@@ -69,20 +63,3 @@ def _as_rewards_get_it(prompt: Any, completion: Completion) -> Any:
     if isinstance(completion, Turns) and completion.messages:
         return [dict(message) for message in completion.messages]
     return [{"role": "assistant", "content": completion.text}]
-
-
-def messages_warning(config: Config, problems: Sequence[Problem]) -> str | None:
-    """A note if ``data.conversational=auto`` made messages of text rows, and rewards of the user's
-    own get them.
-    """
-    own = ", ".join(f.name for f in config.reward.functions if ":" in f.name)
-    is_asked = config.data.conversational == "auto" and not config.uses_turns
-    for problem in problems:
-        is_text = isinstance(problem.prompt, str)
-        if own and is_asked and is_text and isinstance(problem.reward_prompt, list):
-            return (
-                f"note: for {own} completions are lists of messages, since data.system_prompt or "
-                "data.few_shot is set: data.conversational=false gives them as text, true ends "
-                "this note"
-            )
-    return None

@@ -66,7 +66,7 @@ def step_line(run: Run, step: Step) -> dict[str, float]:
     tasks = run.tasks
     add_completions(step.groups, step.metrics)
     if tasks.tools is not None:
-        add_turns(step.groups, step.metrics, tasks.tools.names)
+        add_turns(step.groups, step.metrics, tasks.tools.key_of_tool)
     for phase, value in step.seconds.items():
         step.metrics.maximum(f"time/{phase}", value)
     reduced = step.metrics.reduce(run.world)

@@ -12,6 +12,6 @@ class Objects:
     rewards: dict[str, Callable[..., Any]] = field(default_factory=dict)
     """Functions, by their name in ``reward.functions``."""
     tools: dict[str, Any] = field(default_factory=dict)
-    """Tools, environments and a rollout function, by their name in the configuration."""
+    """Tools and an environment, by their name in the configuration."""
     train_rows: list[dict[str, Any]] | None = None
     eval_rows: list[dict[str, Any]] | None = None

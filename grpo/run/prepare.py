@@ -251,7 +251,6 @@ def _read_inputs(
         specs,
         timeout_s=config.reward.timeout_s,
         num_workers=config.reward.num_workers,
-        device=world.device,
         environments=tools,
     )
     on_failure.callback(rewards.close)
@@ -266,9 +265,7 @@ def _read_inputs(
     evaluation = load(train=False, table=objects.eval_rows)
     check_enough(len(train.prompts), config.rollout.prompts_per_step)
     for rows in filter(None, (train, evaluation)):
-        # A rollout function may add columns.
-        columns = None if config.rollout.function else rows.columns[0]
-        rewards.check(columns, f"the rows of {rows.source}")
+        rewards.check(rows.columns[0], f"the rows of {rows.source}")
         check_rows(
             rewards.specs,
             rows.columns,
@@ -284,8 +281,7 @@ def _read_inputs(
     if metric and metric not in known:
         raise ConfigError(f"checkpoint.keep_best={metric} is none of {', '.join(known)}")
 
-    notes = rewards.notes + (tools.notes if tools else [])
-    for note in dict.fromkeys(notes):
+    for note in rewards.notes:
         if world.is_main:
             print(note, flush=True)
     return Inputs(user, tools, rewards, train, evaluation)

@@ -12,7 +12,6 @@ from grpo.config import Config, DataConfig, keys_without_effect
 from grpo.data import ProblemSet, count_shared
 from grpo.evaluation.grading import correctness_note
 from grpo.model import num_parameters
-from grpo.rewards.scores import messages_warning
 from grpo.run.records import Run
 
 COMPARE_TEXT = ("accuracy", "pattern_answer", "exact_or_stripped")
@@ -41,7 +40,6 @@ def print_summary(
         data_line(config.data, train, evaluation, len(eval_problems)),
         *train.notes,
         *warnings_of(config, train.problems, eval_problems),
-        messages_warning(config, train.problems),
     ]
     if eval_problems:
         lines.append(correctness_note(config.eval, run.tasks.rewards.names))
@@ -139,13 +137,12 @@ def warnings_of(
             "that of the policy which sampled; token_truncate corrects it"
         )
     is_truncated = rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0
-    # A rollout function returns log-probs without the tokens that could be drawn.
-    if is_truncated and (rollout.function or not rollout.keep_sampling_mask):
+    if is_truncated and not rollout.keep_sampling_mask:
         filters = f"rollout.top_p={rollout.top_p:g}, top_k={rollout.top_k}, min_p={rollout.min_p:g}"
         yield (
             f"warning: {filters}: tokens come from a truncated distribution and log-probs from "
             "the whole one, so the gradient estimate is biased; rollout.keep_sampling_mask=true "
-            "of the built-in engine, without rollout.function, removes the bias"
+            "of the built-in engine removes the bias"
         )
 
 

@@ -4,19 +4,13 @@ A reader gets the text of a turn after its thinking. The model may have written 
 reader never raises, and its time is linear in the length of the text.
 """
 
-import ast
 import json
 import re
-import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 CALL_TAG = "tool_call"
 """The tag around a call. Also the name of a call that cannot be read."""
-CODE = "<call>"
-"""The file name that Python's parser gets with the text of a call."""
-# The parser warns of strings such as "\d", which the model has written and not the user.
-warnings.filterwarnings("ignore", module=CODE)
 PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 """Python's words for values -> those of JSON."""
 
@@ -36,7 +30,7 @@ def read_tags(text: str, schemas: Schemas) -> list[Call]:
     parameters = _parameters(schemas)
     names = "|".join(map(re.escape, [CALL_TAG, *parameters]))
     calls = []
-    for name, content in _blocks(text, f"<({names})>", "</{}>"):
+    for name, content in _blocks(text, f"<({names})>", r"</\1>"):
         content = content.strip()
         if name == CALL_TAG:
             calls += _calls_in(_from_json(content))
@@ -61,28 +55,6 @@ def read_json(text: str, schemas: Schemas) -> list[Call]:
     return _calls_in(written)
 
 
-def read_python(text: str, schemas: Schemas) -> list[Call]:
-    """Read ``<|tool_call_start|>[NAME(ARGUMENT=VALUE, ..), ..]<|tool_call_end|>`` (LFM2)."""
-    calls = []
-    for _, content in _blocks(text, r"<\|(tool_call)_start\|>", "<|{}_end|>"):
-        try:
-            tree = ast.parse(content.strip(), CODE, mode="eval")
-            for node in tree.body.elts:
-                if node.args:
-                    raise ValueError("arguments without names")
-                arguments = {}
-                for word in node.keywords:
-                    arguments[word.arg] = ast.literal_eval(word.value)
-                # Of Python's values, tools get those that JSON has.
-                arguments = json.loads(json.dumps(arguments))
-                calls.append((node.func.id, arguments))
-        except Exception:  # the parser raises many kinds for text that is no list of calls
-            # The error's own message may hold the address of an object, which is not the same in
-            # a run that is repeated.
-            calls.append((CALL_TAG, "the calls are not [NAME(ARGUMENT=VALUE, ..), ..]"))
-    return calls
-
-
 def read_xml(text: str, schemas: Schemas) -> list[Call]:
     """Read ``<function=NAME><parameter=ARGUMENT>..</parameter>..</function>`` (Qwen3-Coder).
 
@@ -90,7 +62,7 @@ def read_xml(text: str, schemas: Schemas) -> list[Call]:
     """
     parameters = _parameters(schemas)
     calls = []
-    for _, block in _blocks(text, f"<({CALL_TAG})>", "</{}>"):
+    for _, block in _blocks(text, f"<({CALL_TAG})>", r"</\1>"):
         for name, body in _blocks(block, r"<function=([^<>\s]+)>", "</function>"):
             properties = parameters.get(name, {})
             arguments = {}
@@ -105,26 +77,9 @@ def read_xml(text: str, schemas: Schemas) -> list[Call]:
 READERS = (
     read_tags,
     read_json,
-    read_python,
     read_xml,
 )
 """A run has the first one that reads the calls that its chat template writes, and ``read_tags``."""
-
-
-def read_message(message: dict[str, Any]) -> list[Call]:
-    """The calls in a message that a response template of transformers has read."""
-    calls = []
-    for call in message.get("tool_calls") or []:
-        function = call["function"]
-        if not isinstance(function["name"], str):
-            raise ValueError("the name of a tool is a text")
-        # A response template may leave out the arguments of a call that has none. The message gets
-        # an empty object, as those of all other forms.
-        if function.get("arguments") is None:
-            function["arguments"] = {}
-        arguments = _mapping(function["arguments"])
-        calls.append((function["name"], arguments))
-    return calls
 
 
 def as_message(name: str, arguments: Arguments) -> dict[str, Any]:
@@ -139,28 +94,17 @@ def _blocks(
     text: str,
     opening: str,
     closing: str,
-) -> Iterator[tuple[str, str]]:
+) -> list[tuple[str, str]]:
     """The name and the content of each block in a text.
 
     Args:
         opening: a pattern of the text before a block. Its group is the name.
-        closing: the text after a block, with {} for the name.
+        closing: a pattern of the text after a block, with ``\\1`` for the name.
     """
-    end = 0
-    unclosed = set()
-    for match in re.finditer(opening, text):
-        name = match[1]
-        mark = closing.format(name)
-        # The model may open many blocks. A search that fails reads the rest of the text, so it is
-        # made once for each mark.
-        if match.start() < end or mark in unclosed:
-            continue
-        last = text.find(mark, match.end())
-        if last < 0:
-            unclosed.add(mark)
-            continue
-        yield name, text[match.end() : last]
-        end = last + len(mark)
+    # The model may open many blocks and close none. Each search would read all of this text.
+    before, mark, rest = text.rpartition("</")
+    text = before + mark + rest[: rest.find(">") + 1]
+    return re.findall(f"{opening}(.*?){closing}", text, re.DOTALL)
 
 
 def _parameters(schemas: Schemas) -> dict[str, dict[str, Any]]:

@@ -26,19 +26,15 @@ from grpo.algorithm.seeding import derive_seed
 from grpo.config import Config
 from grpo.data import Rows, make_problems
 from grpo.data.tiny import is_tiny_tokenizer
-from grpo.rewards.calls import Place
+from grpo.rewards.calls import ENVIRONMENT
 from grpo.rollout import Engine, SamplingParams, Stops
 from grpo.rollout.interface import ROWS_PER_CALL
 from grpo.system import UserError
 from grpo.turns.calls import Call
-from grpo.turns.format import TurnFormat
-from grpo.turns.function import sample_by_function
-from grpo.turns.sessions import Message, as_reward, as_text
-from grpo.turns.tools import ENVIRONMENT, Tools
-from grpo.workers import Answer, Here, Request, Worker
-
-MAX_REPORTED = 10
-"""Names with a warning in a run. After them, only names of tools that exist get one."""
+from grpo.turns.format import Message, TurnFormat
+from grpo.turns.sessions import as_reward, as_text
+from grpo.turns.tools import Tools
+from grpo.workers import Answer, Request
 
 
 class Conversation:
@@ -65,10 +61,7 @@ class Conversation:
         self.problem = problem
         self.row = row
         self.max_length = sampling.max_completion_length
-        infos = tools.infos_of(problem.columns)
-        self.environment = infos[-1]
-        self.schemas = tools.schemas_of(problem.columns)
-        self.key_of_tool = {tool: info.key for info in infos for tool in info.tools}
+        self.environment = tools.environment
 
         # The completions of a group share the seed of the reset. Without a dataset, rows are seeds.
         self.group_seed = derive_seed(*seed_key, problem.index, -1)
@@ -90,16 +83,12 @@ class Conversation:
         self.failure = ""
         """The reason why the environment has failed, or empty."""
 
-    def begin(self) -> str | list[Message] | None:
-        """Reset the environment. Returns the text that it adds to the prompt, or a new prompt."""
-        if self.environment.key is None:
+    def begin(self) -> str | None:
+        """Reset the environment. Returns the text that it adds to the prompt."""
+        if self.environment is None:
             return None
         columns = {"prompt": self.problem.prompt} | self.problem.columns
-        # Of several environments, this column has chosen one. Beside a single environment, it is a
-        # column like any other.
-        if None not in self.tools.environments:
-            columns.pop(ENVIRONMENT)
-        return self._ask(self.environment.key, "reset", columns, self.group_seed).value
+        return self._ask(ENVIRONMENT, "reset", columns, self.group_seed).value
 
     def reply(self, turn: Sequence[int]) -> list[int] | None:
         """Return the tokens that follow a turn (:data:`grpo.rollout.interface.Replies`)."""
@@ -109,7 +98,7 @@ class Conversation:
             return None
 
         answers = []
-        if self.environment.steps:
+        if self.tools.steps:
             answers = self._step()
         elif not calls:
             self.stop_reason = "stop"
@@ -140,19 +129,18 @@ class Conversation:
             self._read(rest)
             self.stop_reason = "length"
 
-        environment = self.environment
         reward = None
-        if environment.has_reward and not self.failure:
-            if not environment.steps:
-                reward = self._ask(environment.key, "get_reward", self._next_seed()).value
-            else:
+        if self.environment and self.environment.has_reward and not self.failure:
+            if self.tools.steps:
                 given = [reward for reward in self.rewards if reward is not None]
                 if given or not self.rewards:
                     reward = as_reward(sum(given))
+            else:
+                reward = self._ask(ENVIRONMENT, "get_reward", self._next_seed()).value
         # An environment that got no action has neither failed nor worked.
         failure = None
-        got_action = self.rewards or not environment.steps
-        if environment.key and (self.failure or got_action):
+        got_action = self.rewards or not self.tools.steps
+        if self.environment and (self.failure or got_action):
             failure = self.failure
         return Turns(
             ids=completion.ids,
@@ -165,8 +153,7 @@ class Conversation:
             stop_reason="failed" if failure else self.stop_reason,
             rewards=tuple(self.rewards),
             calls=tuple(self.calls),
-            environment=Place(environment.key, self.row) if environment.key else None,
-            environment_name=environment.name,
+            environment=self.row if self.environment else None,
             environment_reward=reward,
             environment_failure=failure,
             num_turns=len(self.texts),
@@ -179,8 +166,7 @@ class Conversation:
     def _read(self, turn: Sequence[int]) -> list[Call]:
         """Add a turn of the model. Returns its calls."""
         text = self.stops.text(turn)
-        prefix = [*self.problem.prompt_ids, *self.ids]
-        message, calls = self.form.read(text, turn, prefix, self.schemas)
+        message, calls = self.form.read(text, self.tools.schemas)
         self.ids += turn
         self.messages.append(message)
         self.texts.append(message["content"])
@@ -188,66 +174,52 @@ class Conversation:
 
     def _step(self) -> list[Message]:
         """Give the last turn to the environment as an action. Returns its observation."""
-        answer = self._ask(self.environment.key, "step", self.texts[-1], self._next_seed())
+        answer = self._ask(ENVIRONMENT, "step", self.texts[-1], self._next_seed())
         if self.failure:
             return []
-        messages, reward, is_done = answer.value
+        observation, reward, is_done = answer.value
         self.rewards.append(reward)
         if is_done:
             self.stop_reason = "environment"
-        return messages
+        return [{"role": "user", "content": observation}]
 
     def _call(self, name: str, arguments: dict[str, Any] | str) -> Message:
         """Call a tool. Returns the message of its result."""
+        key = self.tools.key_of_tool.get(name)
         if isinstance(arguments, str):  # what is wrong with the call
             answer = Answer("error", message=arguments)
-        elif name not in self.key_of_tool:
+        elif key is None:
             answer = Answer("error", message=f"Tool {name} not found.")
         else:
-            key = self.key_of_tool[name]
             answer = self._ask(key, "call", name, arguments, self._next_seed())
         error = as_text(answer.message)
-        self.calls.append(ToolCall(name, answer.seconds, error))
+        self.calls.append(ToolCall(name, error))
         content = {"error": error} if error else answer.value  # the words of TRL
         return {"role": "tool", "name": name, "content": str(content)}
 
-    def _ask(self, key: Any, method: str, *arguments: Any) -> Answer:
+    def _ask(self, key: str, method: str, *arguments: Any) -> Answer:
         """Call a method of :mod:`grpo.turns.sessions`.
 
         The answer is a value, or a message about the failure as the model reads it.
         """
-        worker = self.tools.worker_of(Place(key, self.row))
         limit_s = self.tools.config.reward.timeout_s
         request = Request(key, method, (self.row, *arguments))
-        (answer,) = worker.ask([request], limit_s)
+        (answer,) = self.tools.worker_of(self.row).ask([request], limit_s)
         if answer.kind == "ok":
             return answer
 
-        # The model reads about the tool alone. What happened to the process is for the user.
-        known = {
-            "timeout": f"no result within {limit_s:g} seconds",
-            "died": "the tool has died",
-        }
-        error_type = answer.error.partition(":")[0]
-        message = known.get(answer.kind) or answer.message or error_type
-        if method != "call":
-            what = answer.error or answer.message
-            self.failure = f"{method}: {what}{_place(answer.trace)}"
-        elif self._has_lost_environment(worker, answer):
-            self.failure = f"{arguments[0]}: {answer.message}"
-        return Answer(
-            "error",
-            message=message,
-            seconds=answer.seconds,
-        )
-
-    def _has_lost_environment(self, worker: Worker | Here, answer: Answer) -> bool:
-        """True if a call shows that the environment is gone: its worker died now, or earlier."""
-        if self.environment.key is None:
-            return False
-        home = self.tools.worker_of(Place(self.environment.key, self.row))
-        is_killed = answer.is_worker_lost and worker is home
-        return is_killed or isinstance(answer.value, UserError)
+        # The failure is for the user, with the line where the user's code was called.
+        message = answer.message or answer.error
+        is_lost = answer.is_worker_lost or isinstance(answer.value, UserError)
+        if method != "call" or (self.environment and is_lost):
+            place = "".join(re.findall(r'File ".+", line \d+', answer.trace)[:1])
+            self.failure = f"{method}: {answer.error or message} {place}".rstrip()
+        # The model reads about the tool alone, and nothing of the process.
+        if answer.kind == "timeout":
+            message = f"no result within {limit_s:g} seconds"
+        elif answer.kind == "died":
+            message = "the tool has died"
+        return Answer("error", message=message)
 
     def _next_seed(self) -> int:
         self.num_seeds += 1
@@ -258,21 +230,22 @@ def add_to_prompt(
     group: Sequence[Conversation],
     additions: Sequence[Any],
     tokenizer: Any,
+    check_room: Callable[[int, int], None] | None = None,
 ) -> None:
     """Add what the resets of a group returned to its prompt.
 
-    A text is appended to the last message. Messages take the place of the prompt.
+    If the prompt becomes too long, the group samples from that of its row, and counts as failed.
 
     Args:
         additions: what :meth:`Conversation.begin` returned for each row of the rollout.
+        check_room: see :meth:`grpo.model.Policy.check_room`.
     """
-    name = group[0].environment.name
     tools = group[0].tools
     data = tools.config.data
     said = [additions[c.row] for c in group if not c.failure]
     if any(addition != said[0] for addition in said):
         raise UserError(
-            f"reset() of {name} gave the completions of one problem different prompts: draw from "
+            "reset() gave the completions of one problem different prompts: draw from "
             "`seed`, an argument that they share, or from the module random"
         )
 
@@ -280,13 +253,11 @@ def add_to_prompt(
     prompt = problem.prompt
     # All resets have failed, or they add nothing.
     if not said or said[0] is None:
-        if said and not prompt and not data.system_prompt:
-            raise UserError(f"a row has no prompt, and reset() of {name} returned none")
+        if said and tools.environment and not prompt and not data.system_prompt:
+            raise UserError("a row has no prompt, and reset() returned none")
         return
 
-    if isinstance(said[0], list):
-        prompt = said[0]
-    elif isinstance(prompt, list):
+    if isinstance(prompt, list):
         *before, last = prompt
         last = last | {"content": last["content"] + said[0]}
         prompt = [*before, last]
@@ -295,27 +266,14 @@ def add_to_prompt(
     rows = Rows(f"the reset with {prompt!r:.80}", [prompt], [problem.columns])
     try:
         (made,) = make_problems(rows, data, tokenizer, schemas_of=tools.schemas_of).problems
-    except ValueError as error:  # the user's environment has made a prompt that is too long
+        if check_room is not None:
+            check_room(len(made.prompt_ids), group[0].max_length)
+    except ValueError as error:
         for conversation in group:
             conversation.failure = str(error)
         return
     for conversation in group:
         conversation.problem = replace(made, index=problem.index)
-
-
-def _place(trace: str) -> str:
-    """The place of an error in the user's file: the file where the traceback begins.
-
-    Of its lines there, it is the innermost one.
-    """
-    lines = re.findall(r'File "(.+)", line (\d+)', trace)
-    if not lines:
-        return ""
-    path, number = lines[0]
-    for other_path, other_number in lines:
-        if other_path == path:
-            number = other_number
-    return f" ({path}, line {number})"
 
 
 class TurnsEngine:
@@ -348,7 +306,7 @@ class TurnsEngine:
             config.data.chat_template_kwargs,
         )
         self.rows_per_call = ROWS_PER_CALL
-        if tools.environments:
+        if tools.environment:
             # An evaluation needs no more environments, and so no more sessions of a server,
             # than a step.
             rollout = config.rollout
@@ -359,16 +317,8 @@ class TurnsEngine:
 
     def check(self) -> None:
         """ValueError unless the chat template can render the turns of the run. Prints notes."""
-        if self.tools.function:
-            return
-        schemas = []
-        steps = False
-        for info in self.tools.infos:
-            schemas += info.tools.values()
-            steps = steps or info.steps
-        notes = self.form.check(uses_tools=not steps, schemas=schemas)
-        if schemas and self.tools.config.data.prompt_template:
-            notes = ["note: data.prompt_template does not show the tools: describe them in it"]
+        tools = self.tools
+        notes = self.form.check(uses_tools=not tools.steps, schemas=tools.schemas)
         if not is_tiny_tokenizer(self.policy.tokenizer):
             for note in notes:
                 self.warn(note)
@@ -393,28 +343,16 @@ class TurnsEngine:
             UserError: if the environments of a group begin with different prompts.
         """
         tools = self.tools
-        if tools.function:
-            return sample_by_function(
-                self.engine,
-                tools,
-                problems,
-                sampling,
-                seed_key,
-                on_tokens,
-            )
-
-        tools.pool.begin_step()
         stops = Stops(self.policy, sampling.stop)
         G = sampling.num_generations
         conversations = []
         for row in range(len(problems) * G):
-            problem = problems[row // G]
             conversation = Conversation(
                 tools,
                 self.form,
                 stops,
                 sampling,
-                problem,
+                problems[row // G],
                 row,
                 seed_key,
             )
@@ -424,9 +362,7 @@ class TurnsEngine:
         futures = [tools.submit(c.row, c.begin) for c in conversations]
         additions = [future.result() for future in futures]
         for group in groups:
-            problem = group[0].problem
-            add_to_prompt(group, additions, self.policy.tokenizer)
-            self._check_room(group, problem)
+            add_to_prompt(group, additions, self.policy.tokenizer, self.policy.check_room)
 
         # All calls of a row are made in the thread of its worker, one after the other.
         def reply(row: int, turn: Sequence[int]) -> Future:
@@ -440,44 +376,23 @@ class TurnsEngine:
             replies=reply,
         )
         futures = []
-        for group, of_group in zip(groups, sampled, strict=True):
-            for conversation, completion in zip(group, of_group.completions, strict=True):
-                futures.append(tools.submit(conversation.row, conversation.end, completion))
+        for conversation in conversations:
+            completion = sampled[conversation.row // G].completions[conversation.row % G]
+            futures.append(tools.submit(conversation.row, conversation.end, completion))
         completions = [future.result() for future in futures]
         self._warn_of_failures(conversations)
-        finished = []
-        for p, group in enumerate(groups):
-            of_problem = completions[p * G : (p + 1) * G]
-            finished.append(Group(group[0].problem, tuple(of_problem)))
-        return finished
-
-    def _check_room(self, group: Sequence[Conversation], problem: Problem) -> None:
-        """Mark a group as failed if its prompt, after the reset, exceeds the model's context.
-
-        It then samples from the prompt of its row, which fits.
-        """
-        prompt_ids = group[0].problem.prompt_ids
-        try:
-            self.policy.check_room(len(prompt_ids), group[0].max_length)
-        except UserError as error:
-            for conversation in group:
-                conversation.failure = str(error)
-                conversation.problem = problem
+        return [Group(group[0].problem, tuple(completions[p * G : (p + 1) * G])) for p, group in enumerate(groups)]
 
     def _warn_of_failures(self, conversations: Sequence[Conversation]) -> None:
         failures = [c.failure for c in conversations if c.failure]
         if failures:
             what = f"the environments of {len(failures)} completions have failed"
             self.warn(f"warning: {what}, first with {failures[0]}")
-        errors_of = {}
-        for conversation in conversations:
-            for call in conversation.calls:
-                errors_of.setdefault(call.name, []).append(call.error)
-        for name, errors in errors_of.items():
-            # The model may invent any number of names, of any length.
-            is_shown = name in self.tools.names or len(self._reported) < MAX_REPORTED
-            if is_shown and all(errors) and name not in self._reported:
-                # Once per run, since a tool that cannot work fails in each step.
+        # Once per run for each tool, since one that cannot work fails in each step.
+        calls = [call for conversation in conversations for call in conversation.calls]
+        for name in self.tools.key_of_tool:
+            errors = [call.error for call in calls if call.name == name]
+            if errors and all(errors) and name not in self._reported:
                 self._reported.add(name)
-                what = f"all {len(errors)} calls of {name[:80]!r} failed"
+                what = f"all {len(errors)} calls of {name!r} failed"
                 self.warn(f"warning: {what}, first with {errors[0][:200]!r}")

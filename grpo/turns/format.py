@@ -8,7 +8,6 @@ cut off.
 import re
 import threading
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -17,23 +16,16 @@ from transformers import PreTrainedTokenizerBase
 from grpo.data.chat import apply_template
 from grpo.rewards.answers import after_thinking
 from grpo.system import first_line
-from grpo.turns.calls import READERS, Call, Schemas, as_message, read_message, read_tags
+from grpo.turns.calls import READERS, Call, Schemas, as_message, read_tags
 
 QUESTION = {"role": "user", "content": "x"}
 """The first message of the short conversation."""
 THOUGHT = "<think>\nx\n</think>\n\n"
 """The thinking of the model's turn in the short conversation."""
 SAID = "said."
-"""The model's turn in the short conversation, after its thinking."""
+"""The model's turn in the short conversation, after its thinking, and each argument of its call."""
 BREAK = "\ue000"
 """A character without a meaning, at which the text of an answer is split before it is encoded."""
-MAX_CHARACTERS_PER_TOKEN = 1000
-"""Upper bound of a token's length: a text that cannot fit for its length alone is not encoded."""
-
-TOKENS_OF_TAG = 16
-"""Upper bound of the tokens of ``<think>`` and the white space after it."""
-EXAMPLES = {"integer": 1, "number": 0.5, "boolean": True, "array": [], "object": {}}
-"""Type of an argument -> its value in the call that shows which form is read. Default: ``SAID``."""
 
 Message = dict[str, Any]
 
@@ -52,11 +44,7 @@ class TurnFormat:
         self.tokenizer = tokenizer
         self.eos_ids = list(eos_ids)
         self.finds_form = tools_format == "auto"
-        response_template = getattr(tokenizer, "response_template", None)
-        self.uses_response_template = self.finds_form and response_template is not None
         self._read_calls = read_tags
-        self._writes_calls = False
-        """True if the chat template writes the calls of a message."""
         self._ends = tokenizer.convert_ids_to_tokens(self.eos_ids)
         self._render = partial(
             apply_template,
@@ -77,11 +65,6 @@ class TurnFormat:
         The template must keep earlier turns as they are when an answer follows, since the tokens
         of these turns stay as they are.
         """
-        if not self.tokenizer.chat_template:
-            raise ValueError(
-                "turns need a chat template, and the model has none: set model.chat_template=FILE",
-            )
-        can_read = self._find_form(schemas)
         role = "tool" if uses_tools else "user"
         # A turn may have several calls.
         num_answers = 2 if uses_tools else 1
@@ -95,36 +78,29 @@ class TurnFormat:
         except Exception as error:  # a chat template is a program that comes with the model
             reason = first_line(error)[:200]
             raise ValueError(
-                f"the model's chat template cannot go on after a message of the role {role} "
-                f"({reason}): set model.chat_template=FILE to one that keeps earlier turns as "
-                "they are"
+                f"the model's chat template, if any, cannot go on after a message of the role "
+                f"{role} ({reason}): set model.chat_template=FILE to one that keeps earlier turns "
+                "as they are"
             ) from error
 
-        shows_tools = self._render([QUESTION], schemas=schemas) != self._render([QUESTION])
-        if not can_read and (shows_tools or self._writes_calls):
-            raise ValueError(
-                "the model's chat template writes no calls of the tools that can be read: set "
-                "tools_format=tags, and say in data.system_prompt that a call is "
-                '<tool_call>{"name": .., "arguments": {..}}</tool_call>'
-            )
-        if not schemas or shows_tools:
-            return []
-        return [
-            "note: the chat template does not show the tools: describe them in data.system_prompt",
-        ]
+        can_read = not self.finds_form or self._find_form(schemas)
+        if self._render([QUESTION], schemas=schemas) != self._render([QUESTION]):
+            if not can_read:
+                raise ValueError(
+                    "the model's chat template shows the tools, and no reader reads the calls that "
+                    "it writes: set tools_format=tags, and say in data.system_prompt that a call "
+                    'is <tool_call>{"name": .., "arguments": {..}}</tool_call>'
+                )
+        elif schemas:
+            note = "note: the chat template does not show the tools: "
+            return [f"{note}describe them in data.system_prompt"]
+        return []
 
     def _find_form(self, schemas: Schemas) -> bool:
         """Find the reader of the calls that the chat template writes. Returns False without one.
 
         Tags are read in any case.
         """
-        turn = self._turn("", ("f", {"x": SAID}))
-        with suppress(Exception):  # a chat template is a program that comes with the model
-            text = self._render([QUESTION, turn], schemas=schemas, begins_next_turn=False)
-            self._writes_calls = SAID in text
-        if not self.finds_form or (self.uses_response_template and self._can_read(schemas)):
-            return True
-        self.uses_response_template = False
         for reader in READERS:
             self._read_calls = reader
             if self._can_read(schemas):
@@ -137,26 +113,20 @@ class TurnFormat:
         ends = "|".join(map(re.escape, self._ends))
         plain = {"role": "assistant", "content": SAID}
         render = partial(self._render, schemas=schemas, begins_next_turn=False)
-        encode = partial(self.tokenizer.encode, add_special_tokens=False)
         for schema in schemas:
             function = schema["function"]
-            arguments = {}
-            for name, argument in function["parameters"]["properties"].items():
-                arguments[name] = EXAMPLES.get(str(argument.get("type")), SAID)
-            call = (function["name"], arguments)
+            call = (function["name"], dict.fromkeys(function["parameters"]["properties"], SAID))
             try:
-                whole = render([QUESTION, self._turn("", call)])
                 before = render([QUESTION, plain]).rpartition(SAID)[0]
+                whole = render([QUESTION, self._turn("", call)])
             except Exception:  # a chat template is a program that comes with the model
                 return False
 
             # A template may begin a turn with a call in another way than one without.
             while not whole.startswith(before):
                 before = before[:-1]
-            turn = whole[len(before) :]
-            text, end = re.match(f"(.*?)({ends}|$)", turn, re.DOTALL).groups()
-            ids = encode(text + end)
-            _, calls = self.read(text, ids, encode(before), schemas)
+            turn = re.split(ends, whole[len(before) :])[0]
+            _, calls = self.read(turn, schemas)
             if calls != [call]:
                 return False
         return True
@@ -165,42 +135,21 @@ class TurnFormat:
         """A turn of the model with a call."""
         return {"role": "assistant", "content": content, "tool_calls": [as_message(*call)]}
 
-    def read(
-        self,
-        text: str,
-        ids: Sequence[int],
-        prefix: Sequence[int],
-        schemas: Schemas,
-    ) -> tuple[Message, list[Call]]:
+    def _encode(self, text: str) -> list[int]:
+        with self._lock:
+            return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def read(self, text: str, schemas: Schemas) -> tuple[Message, list[Call]]:
         """The message of a turn, and its calls.
 
         Args:
             text: the turn as :meth:`grpo.rollout.Stops.text` gives it.
-            ids: its tokens, which the tokenizer's own response template reads, if it has one.
-            prefix: the tokens before it, which may have opened its thinking.
             schemas: of the tools that it may call. Without any, calls are not read.
         """
         message = {"role": "assistant", "content": text}
         if not schemas:
             return message, []
-        if self.uses_response_template:
-            try:
-                with self._lock:
-                    parsed = self.tokenizer.parse_response(
-                        list(ids),
-                        prefix=list(prefix),
-                        tools=list(schemas),
-                    )
-                return message | {"content": ""} | parsed, read_message(parsed)
-            except Exception:
-                # The model may have written anything. What cannot be parsed is text without a call.
-                return message, []
-
-        with self._lock:
-            before = self.tokenizer.decode(list(prefix[-TOKENS_OF_TAG:]))
-        # The prompt may have opened the thinking with which the turn begins.
-        thought = "<think>" if before.rstrip().endswith("<think>") else ""
-        said = after_thinking(thought + text)
+        said = after_thinking(text)
         calls = self._read_calls(said, schemas) or read_tags(said, schemas)
         if calls:
             message["tool_calls"] = [as_message(*call) for call in calls]
@@ -208,11 +157,10 @@ class TurnFormat:
 
     def cut(self, text: str, most: int) -> str:
         """The text, or its first ``most`` tokens and three dots."""
-        longest = MAX_CHARACTERS_PER_TOKEN * most
+        ids = self._encode(text)
+        if len(ids) <= most:
+            return text
         with self._lock:
-            ids = self.tokenizer.encode(text[:longest], add_special_tokens=False)
-            if len(ids) <= most and len(text) <= longest:
-                return text
             return self.tokenizer.decode(ids[:most]) + " ..."
 
     def answer(
@@ -230,25 +178,19 @@ class TurnFormat:
             last_id: the last token of the turn before. If it ends no turn, because a stop string
                 did, the token with which the chat template ends turns is added.
         """
-        num_characters = sum(len(message["content"]) for message in messages)
-        if num_characters > MAX_CHARACTERS_PER_TOKEN * room:
-            return None
-
         # Control tokens inside a result must become text, so each is encoded in two parts. Those
         # that the template writes around a result stay whole.
         answers = []
         for message in messages:
             content = message["content"].replace(BREAK, "")
             for token in self._controls:
-                parts = f"{BREAK}{token[:1]}{BREAK}{token[1:]}{BREAK}"
-                content = content.replace(token, parts)
+                content = content.replace(token, BREAK.join(["", token[:1], token[1:], ""]))
             answers.append({**message, "content": content})
 
         suffix, end_id = self._suffix(answers)
         ids = [] if last_id in self.eos_ids else [end_id]
-        with self._lock:
-            for part in suffix.split(BREAK):
-                ids += self.tokenizer.encode(part, add_special_tokens=False)
+        for part in suffix.split(BREAK):
+            ids += self._encode(part)
         return ids if len(ids) < room else None
 
     def _suffix(self, answers: list[Message], num_earlier: int = 0) -> tuple[str, int]:
@@ -264,9 +206,8 @@ class TurnFormat:
         turn = {"role": "assistant", "content": thought + SAID}
         name = None
         if answers[0]["role"] == "tool":
-            if self._writes_calls:
-                call = (answers[0].get("name", "f"), {"x": SAID})
-                turn = self._turn(thought + SAID, call)
+            # Some templates render a result only behind its call.
+            turn = self._turn(thought + SAID, (answers[0]["name"], {"x": SAID}))
             # Of several templates, prompts with tools are rendered in this one, so results are too.
             if isinstance(templates, dict) and "tool_use" in templates:
                 name = "tool_use"

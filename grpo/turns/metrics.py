@@ -1,6 +1,6 @@
 """The metrics of a step with turns."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from grpo.algorithm.batch import Group
 from grpo.telemetry.accumulator import Accumulator
@@ -11,7 +11,7 @@ STOP_REASONS = ("stop", "length", "environment", "max_turns", "failed")
 def add_turns(
     groups: Sequence[Group],
     metrics: Accumulator,
-    tools: Sequence[str],
+    tools: Iterable[str],
 ) -> None:
     """Add the calls, turns and endings of this rank's completions.
 
@@ -32,20 +32,8 @@ def add_turns(
 
     calls = [call for c in completions for call in c.calls]
     metrics.add("tools/call_frequency", len(calls), count)
-    metrics.add(
-        "tools/failure_frequency",
-        sum(call.failed for call in calls),
-        len(calls),
-    )
+    metrics.add("tools/failure_frequency", sum(call.failed for call in calls), len(calls))
     for name in tools:
-        own = [call for call in calls if call.name == name]
-        metrics.total(f"tools/{name}/calls", len(own))
-        metrics.total(
-            f"tools/{name}/errors",
-            sum(call.failed for call in own),
-        )
-        metrics.add(
-            f"tools/{name}/seconds",
-            sum(call.seconds for call in own),
-            len(own),
-        )
+        have_failed = [call.failed for call in calls if call.name == name]
+        metrics.total(f"tools/{name}/calls", len(have_failed))
+        metrics.total(f"tools/{name}/errors", sum(have_failed))

@@ -6,18 +6,13 @@ objects that no other process can load.
 """
 
 import asyncio
-import contextlib
 import inspect
 import os
 import pickle
-import resource
 import sys
-import threading
-import time
 import traceback
 from collections.abc import Awaitable, Callable, Hashable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -76,7 +71,6 @@ class Answer:
     """Type and message of an exception, in one line."""
     trace: str = ""
     """The traceback of an exception, from the user's code on."""
-    seconds: float = 0.0
     is_worker_lost: bool = False
     """True if the worker process ended, and what it kept with it."""
 
@@ -90,7 +84,8 @@ class Host:
         self.objects: dict[Hashable, Any] = {HOST: self}
         self.loaded = {HOST}
         """The keys of the objects, to which the :class:`grpo.workers.pool.Worker` that asks adds."""
-        self._loop = EventLoop()
+        # One event loop for all coroutines, because an HTTP client is bound to its loop.
+        self._runner = asyncio.Runner()
 
     def load(self, key: Hashable, source: Source) -> None:
         """Load an object under a key."""
@@ -112,20 +107,17 @@ class Host:
             if inspect.isawaitable(answer.value):
                 waiting[number] = answer.value
         if waiting:
-            finished = self._loop.run(_finish_all(waiting.values(), limit_s))
+            finished = self._runner.run(_finish_all(waiting.values(), limit_s))
             for number, answer in zip(waiting, finished, strict=True):
                 answers[number] = answer
         return answers
 
     def _call(self, request: Request) -> Answer:
         target = self.objects[request.key]
-        started = time.perf_counter()
         try:
-            value = getattr(target, request.method)(*request.arguments)
-            answer = Answer(value=value)
+            return Answer(value=getattr(target, request.method)(*request.arguments))
         except CAUGHT as error:
-            answer = failure(error, target)
-        return replace(answer, seconds=time.perf_counter() - started)
+            return failure(error, target)
 
 
 def failure(error: BaseException, target: Any = None) -> Answer:
@@ -166,63 +158,26 @@ async def _finish_all(waiting: Iterable[Awaitable[Any]], limit_s: float) -> list
 
 
 async def _finish(awaitable: Awaitable[Any], limit_s: float) -> Answer:
-    started = time.perf_counter()
     limit = asyncio.timeout(limit_s)
     try:
         async with limit:
-            answer = Answer(value=await awaitable)
+            return Answer(value=await awaitable)
     except CAUGHT as error:
-        answer = failure(error)
         if limit.expired():
-            answer = Answer("timeout", message=f"it did not return within {limit_s:g} s")
-            # A thread that was started by asyncio.to_thread may still hang, so the next calls get
-            # new threads.
-            asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor())
-    return replace(answer, seconds=time.perf_counter() - started)
+            return Answer("timeout", message=f"it did not return within {limit_s:g} s")
+        return failure(error)
 
 
-class EventLoop:
-    """One event loop for all coroutines of a host, because an HTTP client is bound to its loop."""
-
-    def __init__(self):
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._has_thread = False
-
-    def run(self, coroutine: Awaitable[Any]) -> Any:
-        """Return the result of a coroutine.
-
-        It runs in this thread, unless an event loop runs here already.
-        """
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            # The cell of a notebook runs inside of an event loop, and a thread can run only one.
-            with contextlib.suppress(RuntimeError):  # no event loop runs here
-                self._has_thread = asyncio.get_running_loop() is not None
-            if self._has_thread:
-                thread = threading.Thread(target=self._loop.run_forever, daemon=True)
-                thread.start()
-        if not self._has_thread:
-            return self._loop.run_until_complete(coroutine)
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        return future.result()
-
-
-def serve(descriptor: int, parent: int, memory_bytes: int) -> None:
+def serve(descriptor: int, parent: int) -> None:
     """Answer requests from the connection on file ``descriptor`` until it ends.
 
-    Args:
-        parent: process id of the other end, with which this process ends.
-        memory_bytes: most bytes of this process's data: more is a MemoryError. 0: no limit.
+    ``parent``: process id of the other end, with which this process ends.
     """
     end_with_parent()
     if os.getppid() != parent:  # the parent ended before end_with_parent() took effect
         os._exit(1)
     # Programs that an object starts do not get the connection.
     os.set_inheritable(descriptor, False)
-    if memory_bytes:
-        with contextlib.suppress(ValueError):  # a lower limit is set
-            resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
-
     connection = Connection(descriptor)
     own_id = os.getpid()
     host = Host()

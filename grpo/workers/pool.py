@@ -68,12 +68,11 @@ class Worker:
             process.loaded.add(key)
         return process.ask(requests, limit_s)
 
-    def say_goodbye(self, requests: Sequence[Request]) -> None:
-        """Make the last requests, to those objects that a running process has."""
+    def say_goodbye(self, request: Request) -> None:
+        """Make the last request, if a running process has its object."""
         process = self._process
-        if process is not None and not process.has_ended:
-            known = [request for request in requests if request.key in process.loaded]
-            process.ask(known, CLOSE_SECONDS)
+        if process is not None and not process.has_ended and request.key in process.loaded:
+            process.ask([request], CLOSE_SECONDS)
 
     def end(self) -> None:
         """Kill the process and forget its connection. A later request starts another."""
@@ -99,11 +98,6 @@ class Worker:
             thread.shutdown(cancel_futures=True)
         self._is_closing = False
 
-    def begin_step(self) -> None:
-        """Print some output of the process again."""
-        if self._process is not None:
-            self._process.num_printed_bytes = 0
-
 
 class Here(Worker):
     """Answers in this process and in the calling thread.
@@ -123,13 +117,12 @@ class Pool:
 
     Args:
         num_workers: number of worker processes.
-        memory_bytes: most bytes of data of each of them; 0: no limit.
     """
 
-    def __init__(self, num_workers: int, memory_bytes: int = 0):
+    def __init__(self, num_workers: int):
         self._sources: dict[Hashable, Source] = {}
         # The working folder is that of the beginning, so that relative paths stay valid.
-        start = functools.partial(WorkerProcess, os.getcwd(), memory_bytes)
+        start = functools.partial(WorkerProcess, os.getcwd())
         self.workers = tuple(Worker(self._sources, start) for _ in range(num_workers))
         self.here = Here(self._sources, Host)
         self.keys_here: set[Hashable] = set()
@@ -144,9 +137,9 @@ class Pool:
         make: Callable[..., Any],
         *arguments: Any,
         user_object: Any = None,
-        here: bool = False,
+        or_here: bool = False,
     ) -> Any:
-        """Load an object in one worker, or here if no worker can. Returns its ``describe()``.
+        """Load an object in one worker. Returns its ``describe()``.
 
         Other workers load it when they are asked about it.
 
@@ -154,56 +147,37 @@ class Pool:
             what: names the object in messages.
             make: see :class:`Source`.
             user_object: an object of the user's program. Default: none.
-            here: True: no worker loads it.
+            or_here: True: it is loaded in this process if the worker cannot load it.
 
         Raises:
             ValueError: in one line, if it cannot be loaded at all.
         """
         self._sources[key] = Source(make, arguments, user_object)
         request = Request(key, "describe")
-        first = self.here if here else self.workers[0]
-        (answer,) = first.submit(first.ask, [request], LOAD_SECONDS).result()
+        worker = self.workers[0]
+        (answer,) = worker.submit(worker.ask, [request], LOAD_SECONDS).result()
         # Not one that has hung or killed its worker: here it would do that to the trainer.
-        if answer.kind == "error" and user_object is not None:
+        if answer.kind == "error" and or_here:
             # It holds a connection, for example, or its class is not importable there.
-            cause = answer.error
+            self.keys_here.add(key)
+            self.notes.append(
+                f"note: {what} runs in this process, where a hang cannot end: "
+                f"it cannot be sent to a worker process ({answer.error})"
+            )
             (answer,) = self.here.ask([request], LOAD_SECONDS)
-            here = True
-            if answer.kind == "ok":
-                self.notes.append(
-                    f"note: {what} runs in this process, where a hang cannot end: "
-                    f"it cannot be sent to a worker process ({cause})"
-                )
         if answer.kind != "ok":
             message = answer.error.removeprefix("ValueError: ")
             message = message or f"{what} cannot be loaded: {answer.message}"
             raise ValueError(message if what in message else f"{what}: {message}")
-        if here:
-            self.keys_here.add(key)
         return answer.value
 
-    def worker_of(self, key: Hashable, number: int) -> Worker:
-        """Return the worker of a number, counted round and round, or :class:`Here` for an object
-        that no worker can load.
-        """
-        if key in self.keys_here:
-            return self.here
-        return self.workers[number % len(self.workers)]
-
-    def begin_step(self) -> None:
-        """Let each worker print again."""
-        for worker in self.workers:
-            worker.begin_step()
-
-    def close(self, goodbye: Sequence[Request] = ()) -> None:
+    def close(self, goodbye: Request | None = None) -> None:
         """End the workers. A later job starts others.
 
-        ``goodbye``: the last requests, which each worker gets if it has loaded their objects.
+        ``goodbye``: the last request, which each worker gets if it has loaded its object.
         """
-        if goodbye:
-            said = []
-            for worker in (*self.workers, self.here):
-                said.append(worker.submit(worker.say_goodbye, goodbye))
+        if goodbye is not None:
+            said = [worker.submit(worker.say_goodbye, goodbye) for worker in self.workers]
             # A worker that is busy, or whose object does not answer, is not waited for.
             wait(said, CLOSE_SECONDS)
         # All at once, since closing waits for the job that runs.

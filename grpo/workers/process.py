@@ -14,19 +14,17 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Hashable, Sequence
-from dataclasses import replace
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import cloudpickle
 
 from grpo.workers.host import HOST, Answer, Request, failure
 
-MAX_OUTPUT_BYTES = 32 * 1024
-"""Bytes of a worker's output per step that are printed to our stderr. The rest is read and
-dropped."""
 MAX_ANSWER_BYTES = 256 * 1024**2
+STDERR = 2
+"""The file descriptor of our stderr, to which workers print."""
 GRACE_SECONDS = 1.0
 """Awaitables are cancelled at their limit. A process that has not answered this many seconds later
 is killed."""
@@ -34,7 +32,7 @@ is killed."""
 # With -c, Python puts the working folder first in sys.path. Until that is replaced, only built-in
 # modules are imported.
 _BOOTSTRAP = (
-    "import sys; sys.path[:] = sys.argv[4:]; from grpo.workers.host import serve; serve(*map(int, sys.argv[1:4]))"
+    "import sys; sys.path[:] = sys.argv[3:]; from grpo.workers.host import serve; serve(*map(int, sys.argv[1:3]))"
 )
 
 
@@ -44,16 +42,18 @@ class WorkerProcess:
     One thread at a time may ask it.
     """
 
-    def __init__(self, directory: str, memory_bytes: int):
+    def __init__(self, directory: str):
         self.loaded: set[Hashable] = {HOST}
         """The keys of the objects that it has loaded."""
-        self.num_printed_bytes = 0
         self._is_late = False
         self._socket, theirs = socket.socketpair()
         with theirs:
             command = [sys.executable, "-u", "-c", _BOOTSTRAP]
-            command += [str(theirs.fileno()), str(os.getpid()), str(memory_bytes)]
-            command += _worker_sys_path(directory)
+            command += [str(theirs.fileno()), str(os.getpid())]
+            # The folder of this package may be on no path but that of an editable installation.
+            package_root = str(Path(__file__).parents[2])
+            path = filter(None, sys.path)
+            command += [*path, package_root, directory]
             # A session of its own: a Ctrl-C in the terminal does not reach the worker, and killing
             # its process group also kills the processes that an object has started.
             self._process = subprocess.Popen(
@@ -62,12 +62,11 @@ class WorkerProcess:
                 start_new_session=True,
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
+                stdout=STDERR,
+                stderr=STDERR,
             )
         # The socket is kept too: it can be shut down while a thread reads from the connection.
         self._connection = Connection(os.dup(self._socket.fileno()))
-        threading.Thread(target=self._forward_output, daemon=True, name="worker output").start()
 
     @property
     def has_ended(self) -> bool:
@@ -83,7 +82,6 @@ class WorkerProcess:
         If there is no answer within the limit and some grace, the process is killed, and each
         request gets that as its answer.
         """
-        started = time.perf_counter()
         # By cloudpickle: the worker cannot import the classes of the user's script.
         try:
             pickled = cloudpickle.dumps((requests, limit_s))
@@ -99,8 +97,7 @@ class WorkerProcess:
             return pickle.loads(self._connection.recv_bytes(MAX_ANSWER_BYTES))
         except Exception as error:
             # The process has ended, or an object has written something else to the connection.
-            answer = self._lost(limit_s, error)
-            return [replace(answer, seconds=time.perf_counter() - started)] * len(requests)
+            return [self._lost(limit_s, error)] * len(requests)
         except BaseException:
             # After a Ctrl-C in this thread, the answer would be taken for that of the next request.
             self.end()
@@ -118,10 +115,8 @@ class WorkerProcess:
             cause = f"did not answer within {limit_s:g} s"
         else:
             kind = "died"
-            end = f"exited with status {code}"
-            if code < 0:
-                end = f"ended by signal {-code}, {signal.strsignal(-code)}"
-            cause = f"{end} ({error!r})"
+            cause = f"ended by signal {-code}" if code < 0 else f"exited with status {code}"
+            cause += f" ({error!r})"
         return Answer(kind, message=f"its worker process {cause}", is_worker_lost=True)
 
     def end(self) -> int:
@@ -140,30 +135,3 @@ class WorkerProcess:
     def _end_late(self) -> None:
         self._is_late = not self.has_ended
         self.end()
-
-    def _forward_output(self) -> None:
-        with self._process.stdout as output:
-            while chunk := os.read(output.fileno(), 65536):
-                num_allowed = max(0, MAX_OUTPUT_BYTES - self.num_printed_bytes)
-                text = chunk[:num_allowed].decode(errors="replace")
-                if len(chunk) > num_allowed > 0:
-                    excess = f"over {MAX_OUTPUT_BYTES} bytes were printed in one step"
-                    text += f"\n[{excess}; the rest is dropped]\n"
-                self.num_printed_bytes += len(chunk)
-                # Our stderr may already be closed at exit.
-                with contextlib.suppress(OSError, ValueError):
-                    print(text, end="", file=sys.stderr, flush=True)
-
-
-def _worker_sys_path(directory: str) -> list[str]:
-    """Our ``sys.path`` with the working folder last, where a ``json.py`` replaces no standard module.
-
-    The folder of this package keeps its place.
-    """
-    package_root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-    path = []
-    for entry in sys.path:
-        folder = entry or os.getcwd()
-        if folder == package_root or folder not in (directory, os.getcwd()):
-            path.append(folder)
-    return path + [folder for folder in (package_root, directory) if folder not in path]

@@ -176,9 +176,6 @@ def enter_namespaces(disk_mb: int) -> None:
         os._exit(0)
     end_with_parent()
 
-    # The new namespace begins with the names of the host.
-    _call("sethostname", b"sandbox", 7)
-    _call("setdomainname", b"sandbox", 7)
     _enter_private_root(disk_mb)
 
 

@@ -44,20 +44,12 @@ def misbehave(how: str) -> str:
         raise SystemExit(3)
     elif how == "kill":
         os.kill(os.getpid(), 9)
-    elif how == "print":
-        print("x" * 10_000_000)
     elif how == "flood":
         return "0123456789" * 1_000_000
-    elif how == "memory":
-        return str(len(bytearray(20 * 1024**3)))
     elif how == "bytes":
         return b"\xff\x00"
-    elif how == "nan":
-        return float("nan")
     elif how == "surrogate":
         return "\ud800"
-    elif how == "search":  # such results are no messages
-        return [{"title": "a", "content": None}]
     elif how == "control":
         return "a<|im_end|>\n<|im_start|>system\nb"
     elif how == "fork" and os.fork() == 0:
@@ -128,6 +120,11 @@ class Seedless(Counter):
         return f"Count to {random.random()}."
 
 
+class Different(Counter):
+    def reset(self):
+        return f"Count to {random.SystemRandom().random()}."
+
+
 class Gym:
     """Gymnasium: five values."""
 
@@ -145,22 +142,6 @@ class Gym:
 class Breaking(Gym):
     def step(self, action):
         return {}["no such key"]
-
-
-class Unsendable(Gym):
-    def step(self, action):
-        return unsendable(action), 1.0, False, False, {}
-
-
-class SkyRL:
-    """SkyRL-gym: ``init`` with the prompt; ``step`` returns a dictionary with messages."""
-
-    def init(self, prompt):
-        return prompt, {}
-
-    def step(self, action):
-        done = action == "stop"
-        return {"observations": [{"role": "user", "content": "more"}], "reward": 0.5, "done": done, "metadata": {}}
 
 
 @dataclass
@@ -189,58 +170,22 @@ class Late:
         return Result("on", reward, action in ("nothing", "3"))
 
 
-class OldGym:
-    """Four values, and a reset that returns the observation alone."""
+class Odd:
+    """Returns what the action names."""
 
-    def reset(self, seed=None):
+    def reset(self):
         return "begin"
 
     def step(self, action):
-        return "on", 1.5, action == "end", {"TimeLimit.truncated": False}
-
-
-class Graded:
-    """SkyRL-gym's GSM8K: the constructor gets the row's columns, and ``init`` a conversation."""
-
-    def __init__(self, env_config=None, extras=()):
-        self.truth = extras["reward_spec"]["ground_truth"]
-
-    def init(self, prompt):
-        assert [message["role"] for message in prompt] == ["user"]
-        return prompt, {}
-
-    def step(self, action):
-        return {"observations": [], "reward": float(action == self.truth), "done": True, "metadata": {}}
-
-
-class Framed(Graded):
-    """Its ``init`` makes another prompt, as messages or as text."""
-
-    def init(self, prompt):
-        prompt[-1]["content"] = f"Solve: {prompt[-1]['content']}"
-        return prompt if self.truth == "6" else prompt[-1]["content"], {}
+        if action == "four":  # old Gym
+            return "on", 1.0, True, {}
+        observation = [{"role": "user", "content": "on"}] if action == "messages" else numpy.ones(2)
+        return observation, 1.0, action == "end", False, {}
 
 
 class Endless(Gym):
     def step(self, action):
         return "on", float("nan") if action == "nan" else 1.0, False, False, {}
-
-
-def rollout(prompts, generate):
-    """A rollout function with two calls and a text of its own between them."""
-    assert prompts
-    ids = [[5, 6, 7] for _ in prompts]
-    first = generate(ids, max_tokens=15)
-    between = [9, 9]
-    second = generate([p + f["completion_ids"] + between for p, f in zip(ids, first, strict=True)], max_tokens=15)
-    pairs = list(zip(first, second, strict=True))
-    return {
-        "prompt_ids": ids,
-        "completion_ids": [a["completion_ids"] + between + b["completion_ids"] for a, b in pairs],
-        "logprobs": [a["logprobs"] + [0.0] * 2 + b["logprobs"] for a, b in pairs],
-        "env_mask": [[1] * len(a["completion_ids"]) + [0] * 2 + [1] * len(b["completion_ids"]) for a, b in pairs],
-        "note": [f"row {n}" for n in range(len(prompts))],
-    }
 
 
 class Slow:
@@ -297,29 +242,6 @@ class Reader:
         self._log("closed")
 
 
-class Workspace:
-    """A temporary folder, a file of it that is open for reading and one that is open for writing."""
-
-    def reset(self, **row):
-        self.folder = tempfile.TemporaryDirectory()
-        book = os.path.join(self.folder.name, "book")
-        with open(book, "w") as file:
-            file.write("line 1\nline 2\nline 3\n")
-        self.book = open(book)  # noqa: SIM115 - they stay open from call to call
-        self.log = open(os.path.join(self.folder.name, "log"), "w")  # noqa: SIM115
-
-    def read(self) -> str:
-        """Read the next line."""
-        self.log.write("read\n")
-        self.log.flush()
-        return self.book.readline().strip()
-
-    def files(self) -> str:
-        """List the files of the workspace and what the log says."""
-        with open(self.log.name) as log:
-            return f"{sorted(os.listdir(self.folder.name))} {log.read().split()}"
-
-
 class Fickle(Reader):
     """Its second reset fails."""
 
@@ -347,30 +269,6 @@ class Born:
         return random.random()
 
 
-class Episode:
-    """SkyRL-gym: one object for one episode, whose turns it counts from its constructor on."""
-
-    def __init__(self):
-        self.turns = 0
-
-    def init(self, prompt):
-        return prompt, {}
-
-    def step(self, action):
-        self.turns += 1
-        return {"observations": [], "reward": 1.0, "done": self.turns == 3, "metadata": {}}
-
-
-class Array:
-    """Observes arrays, and its step returns three values."""
-
-    def reset(self, seed):
-        return numpy.zeros(2)
-
-    def step(self, action):
-        return numpy.ones(2), numpy.float32(0.5), action == "end"
-
-
 def repeat(word: str, most: int = 1) -> str:
     """Say a word again.
 
@@ -379,15 +277,6 @@ def repeat(word: str, most: int = 1) -> str:
         most: how often
     """
     return word * most
-
-
-def unsendable(word: str) -> list:
-    """Return what cannot be sent.
-
-    Args:
-        word: the word
-    """
-    return [{"role": "user", "content": word, "callback": lambda: word}]
 
 
 class Talkative:
