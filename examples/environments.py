@@ -88,6 +88,21 @@ class Blackjack:
         return f"Your cards count {total}. Do you hit or stick?", *result
 
 
+class SkyGsm8k:
+    """A problem of SkyRL-gym. Its object serves one episode, and needs the columns of the row."""
+
+    def reset(self, prompt, **row):
+        from skyrl_gym.envs.gsm8k.multi_turn_env import GSM8kMultiTurnEnv
+
+        self.game = GSM8kMultiTurnEnv(extras=row)
+        self.game.init(prompt)
+
+    def step(self, action):
+        result = self.game.step(action)
+        text = "".join(message["content"] for message in result["observations"])
+        return text, result["reward"], result["done"], False, {}
+
+
 class OpenEnvGame:
     """A game behind a server of OpenEnv, whose address is in the variable ``GAME_URL``.
 

@@ -13,9 +13,9 @@ def save_speaking_model(folder: Path, phrases: list[str]) -> Path:
     """A random Qwen2 for which each phrase is one token, and which samples only phrases and EOS."""
     import torch
     from conftest import save_random_model
-    from dump_trl_environment import build_tokenizer
     from tokenizers import AddedToken
     from transformers import Qwen2ForCausalLM
+    from trl_tokenizer import build_tokenizer
 
     tokenizer = build_tokenizer()
     tokenizer.add_tokens([AddedToken(phrase, normalized=False, special=False) for phrase in phrases])

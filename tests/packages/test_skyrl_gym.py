@@ -1,15 +1,13 @@
-"""Environments of SkyRL-gym, which is in the extra ``environments``: classes are named, without glue."""
+"""An environment of SkyRL-gym, which is in the extra ``environments``."""
 
 import json
 
 import pytest
 from replays import check_metrics, replay, train
 
-from grpo.turns.sessions import LoadedEnvironment
+from examples.environments import SkyGsm8k
 
-REASON = "needs SkyRL-gym: pip install -e '.[environments]'"
-skyrl_gym = pytest.importorskip("skyrl_gym", reason=REASON)
-multi_turn = pytest.importorskip("skyrl_gym.envs.gsm8k.multi_turn_env", reason=REASON)
+skyrl_gym = pytest.importorskip("skyrl_gym", reason="needs SkyRL-gym: pip install -e '.[environments]'")
 
 
 def row_of_gsm8k(number: int) -> dict:
@@ -28,7 +26,7 @@ def answer(text: str) -> str:
     return f"#### {len(text) % 4}"
 
 
-class Game(multi_turn.GSM8kMultiTurnEnv):
+class Game(SkyGsm8k):
     def step(self, action):
         return super().step(answer(action))
 
@@ -59,25 +57,3 @@ def test_a_training_with_skyrls_rows_is_replayed_by_hand(tmp_path):
     rows = replay(output, begin)
     assert len({row["reward"] for row in rows}) > 2
     assert {row["stop_reason"] for row in rows} == {"environment"}
-
-
-TESTS = json.dumps([{"input": "3", "output": "3", "testtype": "stdin"}])
-CLASSES = {
-    "gsm8k": ({"reward_spec": {"ground_truth": "6"}}, "#### 6"),
-    "aime": ({"reward_model": {"ground_truth": "6"}}, "Answer: 6"),
-    "lcb": ({"reward_spec": {"ground_truth": TESTS}}, "```python\nprint(input())\n```"),
-    "searchcode": ({"reward_spec": {"ground_truth": "6"}}, "<solution>#### 6</solution>"),
-}
-
-
-@pytest.mark.parametrize("name", CLASSES)
-def test_classes_get_what_they_need_from_the_row(name):
-    """Classes that need no server and no database, named as in a configuration."""
-    columns, right = CLASSES[name]
-    spec = skyrl_gym.registry[name].entry_point
-    environment = LoadedEnvironment({}, spec, None)
-    assert environment.describe().steps
-    prompt = [{"role": "user", "content": "What is 4+2?"}]
-    assert environment.reset(0, {"prompt": prompt} | columns, 0) == prompt
-    _, reward, has_ended = environment.step(0, right, 0)
-    assert has_ended and reward == 1.0

@@ -4,38 +4,14 @@ import datetime
 import json
 import math
 import re
-from decimal import Decimal
 
 import pytest
 from conftest import ROOT
 
 from grpo.rewards import RewardSpec, load_reward
-from grpo.rewards.answers import MODES, equals_reference, extract_answer, reference_texts
+from grpo.rewards.answers import MODES, equals_reference, reference_texts
 from grpo.rewards.builtin import COMPARING
 from grpo.rewards.code import check_rows
-
-
-@pytest.mark.parametrize(
-    ("mode", "text", "answer"),
-    [
-        ("boxed", r"so \boxed{5}.", "5"),
-        ("boxed", r"\boxed {\frac{1}{2}} ok", r"\frac{1}{2}"),
-        ("boxed", r"\boxed{4}, no: \boxed{5}", "5"),
-        ("boxed", r"\boxed{\boxed{5}}", "5"),
-        ("boxed", r"\boxed{\left\{1, 2\right\}}", r"\left\{1, 2\right\}"),
-        ("boxed", r"<think>\boxed{4}</think> \boxed{5}", "5"),
-        ("boxed", r"\boxed{5} <think> or \boxed{6}", "5"),
-        ("boxed", r"<think>\boxed{4}</think> 5", None),
-        ("boxed", r"\boxed{4} and \boxed{5", None),
-        ("boxed", r"\boxed 5 boxed{5}", None),
-        ("####", "#### 4\n#### 1,000 \r\nas above", "1,000"),
-        ("####", "<think>#### 4</think>#### 5", "5"),
-        ("####", "<think>#### 4</think> 5", None),
-        ("####", "####\n5", None),
-    ],
-)
-def test_a_box_and_the_line_of_gsm8k(mode, text, answer):
-    assert extract_answer(text, mode) == answer
 
 
 def test_r1_zero_compares_numbers_then_text_then_expressions():
@@ -58,21 +34,12 @@ def test_a_unicode_minus_is_a_minus_in_a_sentence():
         assert load_reward("r1_zero")([""], [f"</think> <answer>{text}</answer>"], answer=[reference]) == [score]
 
 
-def test_countdown_compares_numbers_exactly():
-    countdown, text = load_reward("countdown"), "<answer>007 + 3</answer>"
-    for numbers, score in (([3, 7], 1.0), (["7", 3.0], 1.0), ([3.5, 7], 0.0), ([3], 0.0)):
-        assert countdown([""], [text], numbers=[numbers], target=[10]) == [score]
-
-
 @pytest.mark.parametrize(
     ("answer", "texts"),
     [
         ("70", ["70"]),
         (" 70\n", [" 70\n"]),
-        (70, ["70"]),
         (0.5, ["0.5"]),
-        (Decimal("12.50"), ["12.50"]),
-        (True, ["True"]),
         (["70"], ["70"]),
         (("70", 71, None, ""), ["70", "71"]),
         *((nothing, []) for nothing in (None, math.nan, "", " ", [], [None])),
@@ -120,13 +87,6 @@ def test_any_item_of_a_list_is_right(name):
             scores(other)
 
 
-def test_an_item_that_math_verify_cannot_parse_is_left_out():
-    pytest.importorskip("math_verify")
-    math_verify = load_reward("math_verify")
-    references = [["70", ""], ["$", "70"], ["$", "71"], ["$"]]
-    assert math_verify([""] * 4, ["<answer>70</answer>"] * 4, answer=references) == [1.0, 1.0, 0.0, None]
-
-
 def test_the_start_of_a_run_reads_every_reference_answer():
     rows = [{"answer": ["70", "71"], "gold": None}, {"answer": {"style": "rule", "ground_truth": "70"}, "gold": b"70"}]
 
@@ -152,7 +112,7 @@ def test_the_start_of_a_run_reads_every_reference_answer():
 
 @pytest.mark.parametrize(
     ("numbers", "target"),
-    [([3, 7], [10]), ([3, 7], {"value": 10}), ([[3], 7], 10), ([{"n": 3}, 7], 10), ("[3, 7]", 10), ({"n": 3}, 10)],
+    [([3, 7], [10]), ([{"n": 3}, 7], 10), ("[3, 7]", 10)],
 )
 def test_countdown_scores_no_row_without_numbers(numbers, target):
     for text in ("<answer>3 + 7</answer>", "no tag"):

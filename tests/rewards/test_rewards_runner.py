@@ -29,14 +29,8 @@ def length(prompts, completions, **columns):
 def named(completions, answer):                    # takes only what it names
     return [float(c == a) for c, a in zip(completions, answer, strict=True)]
 
-def token_count(completion_ids, **kwargs):
-    return [len(ids) for ids in completion_ids]
-
 def scaled(completions, scale=1.0):
     return [scale for _ in completions]
-
-def conversational(prompts, completions, **kwargs):  # TRL's conversational form
-    return [1.0 if c[0]["content"] == p[-1]["content"] else 0.0 for p, c in zip(prompts, completions)]
 
 def moody(completions, **kwargs):
     for c in completions:
@@ -62,8 +56,7 @@ def is_best(prompts, completions, calls=None, **kwargs):  # 1 for the largest nu
     if "all" in completions and len(set(prompts)) > 1: raise KeyError("a mistake about the whole batch")
     if "dies" in completions: os._exit(1)
     if "waits" in completions and len(set(prompts)) > 1: time.sleep(1000)
-    if "waits once" in completions and len(completions) > 1: time.sleep(1000)
-    numbers = [math.inf if c in ("all", "waits", "waits once") else float(c) for c in completions]
+    numbers = [math.inf if c in ("all", "waits") else float(c) for c in completions]
     best = {}
     for prompt, number in zip(prompts, numbers):
         best[prompt] = max(best.get(prompt, 0), number)
@@ -74,25 +67,12 @@ async def is_best_async(prompts, completions, calls, **kwargs):
     await waits_for_another(completions)
     return scores
 
-def loud(completions, **kwargs):
-    for _ in range(200):
-        print("x" * 50_000)
-        sys.stderr.write("y" * 50_000)
-    os.write(1, b"z" * 100_000)
-    return [1.0] * len(completions)
-
 def where(completions, **kwargs):
     assert threading.current_thread() is threading.main_thread()
     return [float("torch" in sys.modules)] * len(completions)
 
 def pid(completions, **kwargs):
     return [float(os.getpid())] * len(completions)
-
-def orphan(completions, **kwargs):                 # leaves a process behind that holds every descriptor
-    if os.fork() == 0:
-        time.sleep(60)
-        os._exit(0)
-    os._exit(1)
 
 def forks(completions, **kwargs):                  # the child returns first
     child = os.fork()
@@ -204,30 +184,21 @@ def test_a_batch_with_builtins_weights_and_duplicates(path):
         assert result.failures == [0, 0, 0]
 
 
-def test_signatures(run):
-    columns = {"answer": ["a", "a"], "other": [1, 2]}
-    assert column(run("named", ["a", "b"], columns)) == [1.0, 0.0]
-    assert column(run("token_count", ["a", "b"], columns, completion_ids=[[1, 2], [3]])) == [2.0, 1.0]
-    assert column(run("scaled", ["a"], args={"scale": 0.25})) == [0.25]
-    prompts = [[{"role": "user", "content": "hi"}]]
-    assert column(run("conversational", [[{"role": "assistant", "content": "hi"}]], prompts=prompts)) == [1.0]
-
-
 def test_functions_run_in_the_main_thread_of_a_worker_without_torch(run):
     import torch  # noqa: F401 - in this process, so that the test would see it inherited
 
     assert column(run("where", ["a"])) == [0.0]
 
 
-@pytest.mark.parametrize("word", ["raise", "exit", "die", "segfault"])
+@pytest.mark.parametrize("word", ["raise", "exit", "segfault"])
 def test_one_bad_row_costs_one_reward(run, word, caplog):
     with caplog.at_level(logging.WARNING, "grpo"):
         result = run("moody", ["ok", word, "ok", "ok"])
     assert column(result) == [1.0, None, 1.0, 1.0]
     assert result.failures == [1]
-    expected = {"raise": "a bad row", "exit": "SystemExit", "die": "status 7", "segfault": "Segmentation fault"}[word]
+    expected = {"raise": "a bad row", "exit": "SystemExit", "segfault": "signal 11"}[word]
     assert expected in result.first_traceback["moody"] and expected in caplog.text
-    assert result.first_failed == {"moody": 1} and "first for prompt '" in caplog.text
+    assert "first for prompt '" in caplog.text
 
 
 def test_a_failed_batch_is_called_group_by_group_and_says_so(path, caplog, tmp_path):
@@ -241,25 +212,15 @@ def test_a_failed_batch_is_called_group_by_group_and_says_so(path, caplog, tmp_p
         assert result.failures == [1]
         called = calls.read_text().splitlines()
         assert called == ["1 2 1 x 2 4 3", "1 2", "1 x 2", "4 3", "1", "x", "2"]
-        first = "reward 'is_best' raised on 7 completions at once, and was called group by group (row by row for 1 of 3 groups)"
+        first = "reward 'is_best' failed on 7 completions at once, and was called group by group"
         assert f"{first}: ValueError: could not convert string to float: 'x'" in caplog.text
 
-        caplog.clear()
-        conversations = [[{"role": "user", "content": text}] for text in prompts]
-        result = runner.score(conversations[:2] * 2, ["x"] * 4, {})
-        assert "raised on" not in caplog.text, "once for each type of error"
-
-
-def test_a_retry_that_succeeds_is_reported(path, caplog):
-    with caplog.at_level(logging.WARNING, "grpo"), RewardRunner([RewardSpec(f"{path}:is_best")]) as runner:
-        result = runner.score(["p", "p", "q", "q"], ["1", "all", "2", "1"], {})
-        assert column(result) == [0.0, 1.0, 1.0, 0.0]
-        assert result.failures == [0]
-        line = "raised on 4 completions at once, and was called group by group: KeyError: 'a mistake about the whole batch'"
-        assert caplog.text.count(line) == 1
-        assert caplog.text.count("WARNING") == 1
-        runner.score(["p", "p", "q", "q"], ["1", "all", "2", "1"], {})
-        assert caplog.text.count("WARNING") == 1
+        # A retry that succeeds is reported too, once for each type of error.
+        for times in (1, 0):
+            caplog.clear()
+            result = runner.score(["p", "p", "q", "q"], ["1", "all", "2", "1"], {})
+            assert column(result) == [0.0, 1.0, 1.0, 0.0] and result.failures == [0]
+            assert caplog.text.count("WARNING") == times
 
 
 def test_a_failed_batch_of_an_async_reward_is_called_group_by_group_at_once(run, tmp_path):
@@ -281,72 +242,25 @@ def test_lost_workers_are_bounded_for_groups_and_for_rows(run, caplog, tmp_path)
     completions = ["dies", "1"] * num_groups
     with caplog.at_level(logging.WARNING, "grpo"):
         result = run("is_best", completions, args={"calls": str(calls)}, prompts=prompts)
-    assert (
-        "'is_best' failed on 22 completions at once, and was called group by group (row by row for 11 of 11 groups)"
-        in caplog.text
-    )
+    assert "'is_best' failed on 22 completions at once, and was called group by group" in caplog.text
     lengths = [len(line.split()) for line in calls.read_text().splitlines()]
     rows = 2 * MAX_LOST_WORKERS - 1  # each second row is well
     assert lengths == [2 * num_groups] + [2] * MAX_LOST_WORKERS + [1] * rows
     assert column(result) == [None, 1.0] * (MAX_LOST_WORKERS - 1) + [None] * (2 * num_groups - rows + 1)
 
 
-@pytest.mark.parametrize("word", ["hang", "spin"])
-def test_a_hanging_row_is_killed(run, word):
+def test_a_hanging_row_is_killed(run):
     start = time.perf_counter()
-    result = run("moody", ["ok", word, "ok"], timeout_s=0.5)
+    result = run("moody", ["ok", "spin", "ok"], timeout_s=0.5)
     assert column(result) == [1.0, None, 1.0]
     assert result.failures == [1] and "did not answer within 0.5 s" in result.first_traceback["moody"]
     assert time.perf_counter() - start < 60, "without the limit it never ends"
 
 
-@pytest.mark.parametrize("word", ["hang", "die"])
-@pytest.mark.slow
-def test_failing_always_takes_bounded_time(run, tmp_path, word):
-    rows, workers, calls = MAX_LOST_WORKERS + 20, 2, tmp_path / "calls"
-    result = run("noted", [word] * rows, args={"calls": str(calls)}, timeout_s=0.5, num_workers=workers)
-    assert result.failures == [rows]
-    # The batch and 8 rows; the other worker may have begun one more.
-    assert len(read_calls(calls)) <= 1 + MAX_LOST_WORKERS + workers - 1
-
-
-@pytest.mark.slow
-def test_a_batch_that_is_merely_slow_is_called_row_by_row_from_then_on(path, caplog, tmp_path):
-    calls = tmp_path / "calls"
-    spec = RewardSpec(f"{path}:noted", args={"calls": str(calls)})
-    # The batch takes 5 s and is killed after 3: the limit, and a second for coroutines to be cancelled.
-    rows = 50
-    with caplog.at_level(logging.WARNING, "grpo"), RewardRunner([spec], timeout_s=2.0) as runner:
-        assert runner.score(["q"] * rows, ["a"] * rows, {}).failures == [0]
-        assert "now called row by row" in caplog.text
-        assert [number for _, number in read_calls(calls)] == [rows] + [1] * rows
-        assert column(runner.score(["q"] * 2, ["a"] * 2, {})) == [1.0] * 2
-        assert [number for _, number in read_calls(calls)[1 + rows :]] == [1, 1]
-
-
-@pytest.mark.slow
-def test_a_batch_that_is_too_slow_is_called_group_by_group_from_then_on(path, caplog, tmp_path):
-    calls = tmp_path / "calls"
-    spec = RewardSpec(f"{path}:is_best", args={"calls": str(calls)})
+def test_a_batch_that_is_merely_slow_is_called_group_by_group(run):
     prompts = ["p", "p", "q", "q"]
-    with caplog.at_level(logging.WARNING, "grpo"), RewardRunner([spec], timeout_s=2.0) as runner:
-        assert column(runner.score(prompts, ["1", "waits", "2", "1"], {})) == [0.0, 1.0, 1.0, 0.0]
-        assert "now called group by group" in caplog.text
-        assert column(runner.score(prompts, ["1", "2", "2", "1"], {})) == [0.0, 1.0, 1.0, 0.0]
-        assert calls.read_text().splitlines() == ["1 waits 2 1", "1 waits", "2 1", "1 2", "2 1"]
-        assert caplog.text.count("WARNING") == 1
-
-
-@pytest.mark.slow
-def test_a_group_that_is_slow_once_does_not_end_calls_by_group(path, tmp_path):
-    calls = tmp_path / "calls"
-    spec = RewardSpec(f"{path}:is_best", args={"calls": str(calls)})
-    prompts = ["p", "p", "q", "q"]
-    with RewardRunner([spec], timeout_s=2.0) as runner:
-        assert column(runner.score(prompts, ["1", "waits", "2", "1"], {})) == [0.0, 1.0, 1.0, 0.0]
-        # One of two groups is late: its rows are scored alone, in this step.
-        assert column(runner.score(prompts, ["1", "waits once", "2", "1"], {})) == [1.0, 1.0, 1.0, 0.0]
-        assert column(runner.score(prompts, ["1", "2", "2", "1"], {})) == [0.0, 1.0, 1.0, 0.0]
+    result = run("is_best", ["1", "waits", "2", "1"], prompts=prompts, timeout_s=0.5)
+    assert column(result) == [0.0, 1.0, 1.0, 0.0] and result.failures == [0]
 
 
 @pytest.mark.slow
@@ -370,12 +284,9 @@ def read_calls(file) -> list[tuple[float, int]]:
     [
         ("[1.0]", "'given' returned 1 values for 2 completions: \\[1.0\\]; expected a list of 2 values"),
         ("['1.0', 1.0]", "'given' returned '1.0' of type str for completion 0; expected"),
-        ("[{'score': 1.0}, 1.0]", "'given' returned {'score': 1.0} of type dict for completion 0; expected"),
-        ("[[1.0], [1.0]]", "'given' returned \\[1.0\\] of type list for completion 0; expected"),
         ("[1.0, math.inf]", "'given' returned inf of type float for completion 1"),
         ("[1.0, -1e39]", "'given' returned -1e\\+39 of type float for completion 1"),
         ("'ab'", "returned a str"),
-        ("(x for x in completions)", "returned a generator"),
         ("log_metric('mine', '1')", "expected a finite number"),
         ("log_extra('note', ['x'])", "with 1 values for 2 completions: expected one per completion"),
         (
@@ -396,7 +307,7 @@ def test_what_rewards_log_comes_back_with_the_scores(run):
     assert result.metrics == {"mean_length": (2 + 3 + 3 * 0.0, 5.0)}
     assert result.extra == {
         "upper": ["AB", None, "BIG"],
-        "count": [2, None, "1" + "0" * 20],
+        "count": [2, None, 10**20],
         "later": ["ab", "raise", "big"],
     }
     assert run("logs", ["a", "bcd"]).metrics == {"mean_length": (4.0, 2.0)}, "the same whether called at once or by row"
@@ -406,15 +317,6 @@ def test_what_counts_as_numbers(run):
     assert column(run("given", ["a"] * 4, args={"value": "[True, 2, math.nan, None]"})) == [1.0, 2.0, None, None]
     value = "__import__('numpy').array([1, 2.5], dtype='float32')"
     assert column(run("given", ["a"] * 2, args={"value": value})) == [1.0, 2.5]
-
-
-def test_excess_output_of_a_reward_is_dropped(run, capfd):
-    assert column(run("loud", ["a", "b"])) == [1.0, 1.0]
-    printed, deadline = "", time.monotonic() + 60
-    while "the rest is dropped" not in printed and time.monotonic() < deadline:
-        printed += capfd.readouterr().err
-        time.sleep(0.02)
-    assert 1000 < len(printed) < 100_000 and "the rest is dropped" in printed
 
 
 def test_the_worker_lives_across_steps_and_ends_with_close(path):
@@ -450,14 +352,7 @@ def test_what_a_reward_writes_to_its_connection_is_named(path, monkeypatch):
         assert column(runner.score(["q"], ["ok"], {})) == [1.0]
 
 
-def test_a_worker_that_dies_leaving_a_child_is_noticed(run):
-    start = time.perf_counter()
-    assert run("orphan", ["a"]).failures == [1]
-    assert time.perf_counter() - start < 40, "the child lives for 60 s"
-
-
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
-def test_workers_die_with_their_parent(path, how):
+def test_workers_die_with_their_parent(path):
     code = f"""
 import sys, time
 from grpo.rewards import RewardRunner, RewardSpec
@@ -468,7 +363,7 @@ runner.score(["q"], ["spin"], {{}})
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT)
     worker = int(parent.stdout.readline())
     time.sleep(0.3)
-    parent.send_signal(how)
+    parent.kill()
     parent.wait(timeout=60)
     parent.stdout.close()
     deadline = time.monotonic() + 60
@@ -502,8 +397,7 @@ def test_async_rows_fail_alone(run):
     assert result.failures == [3, 0]
 
 
-def test_an_async_reward_of_this_process_works_where_an_event_loop_runs():
-    """As in a cell of a notebook; without one, it runs in this thread."""
+def test_an_async_reward_that_cannot_be_sent_runs_in_this_thread():
     lock = threading.Lock()  # cannot be pickled
     threads = []
 
@@ -513,15 +407,9 @@ def test_an_async_reward_of_this_process_works_where_an_event_loop_runs():
         await asyncio.sleep(0)
         return [1.0] * len(completions)
 
-    def score():
-        with RewardRunner([RewardSpec("python:here", function=here)]) as runner:
-            return column(runner.score(["q"] * 2, ["a"] * 2, {}))
-
-    async def in_a_loop():
-        return score()
-
-    assert score() == asyncio.run(in_a_loop()) == [1.0, 1.0]
-    assert threads[0] == threading.get_ident() != threads[1]
+    with RewardRunner([RewardSpec("python:here", function=here)]) as runner:
+        assert column(runner.score(["q"] * 2, ["a"] * 2, {})) == [1.0, 1.0]
+    assert threads == [threading.get_ident()]
 
 
 @pytest.mark.slow
@@ -554,21 +442,14 @@ def test_columns_that_do_not_fit():
         assert runner.score(["q"], ["<answer>4</answer>"], {"answer": ["4"]}).values == [[1.0]], "nothing broke"
 
 
-def test_a_pattern_that_backtracks_without_end_is_stopped():
-    with RewardRunner([RewardSpec("format", 1.0, {"pattern": "(a|aa)+b"})], timeout_s=0.5) as runner:
-        result = runner.score(["q"] * 2, ["aaab", "a" * 60 + "c"], {})
-    assert result.values == [[1.0], [None]] and result.failures == [1]
-
-
-@pytest.mark.parametrize("name", ["relative_rewards.py:fragile", "relative_rewards:fragile"])
-def test_the_working_folder_is_that_of_the_start_and_last_on_the_path(tmp_path, monkeypatch, name):
+def test_the_working_folder_is_that_of_the_start_and_last_on_the_path(tmp_path, monkeypatch):
     code = "    if 'die' in completions: os._exit(1)\n    return [1.0] * len(completions)\n"
     (tmp_path / "relative_rewards.py").write_text(f"import os\ndef fragile(completions, **_):\n{code}")
     for standard in ("json", "asyncio", "pickle"):
         (tmp_path / f"{standard}.py").write_text("raise RuntimeError('a file of the working folder')")
     monkeypatch.setattr(sys, "path", ["", *sys.path])  # as under python -c
     monkeypatch.chdir(tmp_path)
-    with RewardRunner([RewardSpec(name)]) as runner:
+    with RewardRunner([RewardSpec("relative_rewards:fragile")]) as runner:
         runner.check()
         monkeypatch.chdir("/")
         assert column(runner.score(["q"] * 2, ["die", "ok"], {})) == [None, 1.0]

@@ -3,24 +3,19 @@
 ``test_own_classes.py`` runs it as ``__main__``.
 """
 
-import asyncio
 import enum
 import os
-import random
 import sqlite3
 import sys
 import threading
 import typing
 
-import numpy
 import pydantic
 
 from grpo.rewards import RewardRunner, RewardSpec
 
 MAIN = os.getpid()
 database = sqlite3.connect(":memory:")
-database.execute("create table capitals (country text, city text)")
-database.execute("insert into capitals values ('Norway', 'Oslo'), ('Peru', 'Lima')")
 
 
 class Person(pydantic.BaseModel):
@@ -90,30 +85,7 @@ def capital(country: str) -> str:
     Args:
         country: the country
     """
-    assert os.getpid() == MAIN
-    (city,) = database.execute("select city from capitals where country = ?", (country,)).fetchone()
-    return city
-
-
-async def capital_later(country: str) -> str:
-    """Look a capital up a little later.
-
-    Args:
-        country: the country
-    """
-    await asyncio.sleep(0.01)
-    assert os.getpid() == MAIN
-    return f"{cities[country]} {random.random():.3f} {numpy.random.random():.3f}"
-
-
-class Cities(dict):
-    """Cannot be pickled."""
-
-    def __reduce__(self):
-        raise TypeError("cannot pickle cities")
-
-
-cities = Cities(Norway="Oslo", Peru="Lima")
+    return database.execute("select city from capitals where country = ?", (country,)).fetchone()
 
 
 class Game:
@@ -139,36 +111,12 @@ class Game:
         return float(sum(person.age for person in self.people.content))
 
 
-class Query:
-    """An environment with a connection of the script, which refuses other threads."""
-
-    def reset(self, **row):
-        self.num_queries = 0
-
-    def query(self, country: str) -> str:
-        """Ask.
-
-        Args:
-            country: the country
-        """
-        self.num_queries += 1
-        return capital(country)
-
-    def get_reward(self):
-        assert os.getpid() == MAIN
-        return float(self.num_queries)
-
-
 def look(completions, environments, **columns):
-    """The environments themselves, each where it lives."""
+    """The environments themselves, where they live."""
+    assert os.getpid() != MAIN
     found = []
     for environment in environments:
-        if hasattr(environment, "num_queries"):
-            assert os.getpid() == MAIN
-            found.append(environment.num_queries)
-        else:
-            assert os.getpid() != MAIN
-            found.append(sum(p.age for p in environment.people.content) * (environment.grade is Grade.GOOD))
+        found.append(sum(person.age for person in environment.people.content) * environment.grade.value)
     return found
 
 
@@ -185,73 +133,22 @@ def score():
 
 
 def converse(model):
-    """What tools and environments answer to a scripted model, in the order in which it asks."""
+    """What tools and an environment answer to a scripted model."""
     from conftest import load
     from test_conversations import play, results
 
-    from grpo.turns.tools import Tools
-
-    notes = []
-    loaded = Tools.load
-
-    def load_and_keep_notes(tools):
-        loaded(tools)
-        notes.extend(tools.notes)
-        return tools
-
-    Tools.load = load_and_keep_notes
     policy = load(model)
-    objects = {"python:describe": describe, "python:capital": capital, "python:capital_later": capital_later}
-    calls = ["<describe>3</describe><capital>Peru</capital>", "<capital_later>Norway</capital_later>"]
-    turns = [*calls, "<capital>Mars</capital>", "end"]
-    state = random.getstate()
-    numpy_state = numpy.random.get_state()
-    for completion in play(policy, [turns] * 2, f"tools={list(objects)}", objects=objects):
-        print(results(completion), [call.failed for call in completion.calls])
-    assert random.getstate() == state
-    assert str(numpy.random.get_state()) == str(numpy_state)
-
-    objects = {"python:game": Game, "python:query": Query, "python:describe": describe, "python:capital": capital}
-    turns = [
-        ["<add>3</add><capital>Peru</capital>", "<add>4</add>", "<describe>5</describe>", "end"],
-        ["<query>Peru</query><capital>Norway</capital>", "<query>Mars</query>", "<describe>5</describe>", "end"],
-    ]
-    settings = ["environment={game: python:game, query: python:query}", "tools=[python:describe, python:capital]"]
-    columns = [{"environment": "game", "grade": Grade.GOOD}, {"environment": "query", "grade": Grade.BAD}]
+    objects = {"python:game": Game, "python:describe": describe, "python:capital": capital}
+    settings = ["environment=python:game", "tools=[python:describe]"]
     rewards = [RewardSpec("python:look", function=look)]
-    options = dict(objects=objects, columns=columns, prompts=["a", "b"], rewards=rewards)
-    for completion in play(policy, turns, *settings, **options):
-        print(results(completion), completion.environment_reward)
-    print(play.result.values)
-    print(*notes, sep="\n")
-
-
-def train(model, folder):
-    """A run with all of them."""
-    from test_trainings import settings_of
-
-    from grpo import train
-
-    rows = [{"prompt": f"{number}?", "grade": Grade.GOOD} for number in range(8)]
-    settings = settings_of(model, folder)
-    settings = {key: value for key, value in settings.items() if not key.startswith("data.")}
-    result = train(
-        settings,
-        dataset=rows,
-        tools=[describe, capital, capital_later],
-        environment_factory=Game,
-        reward_functions=[judge_here, look],
-    )
-    print(sorted(name for name in result.metrics[-1] if name.startswith(("rewards/", "tools/"))))
-    print([result.metrics[-1][f"rewards/{name}/mean"] for name in ("judge_here", "look", "Game")])
+    options = dict(objects=objects, columns=[{"grade": Grade.GOOD}], rewards=rewards)
+    (completion,) = play(policy, [["<add>3</add><describe>5</describe>", "<add>4</add>", "end"]], *settings, **options)
+    print(results(completion), play.result.values)
+    try:
+        play(policy, [["end"]], "tools=[python:capital]", objects=objects)
+    except ValueError as error:
+        print(error)
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "in a loop":
-
-        async def in_a_loop():
-            converse(sys.argv[2])
-
-        asyncio.run(in_a_loop())
-    else:
-        {"score": score, "converse": converse, "train": train}[sys.argv[1]](*sys.argv[2:])
+    {"score": score, "converse": converse}[sys.argv[1]](*sys.argv[2:])
