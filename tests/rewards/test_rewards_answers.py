@@ -14,26 +14,6 @@ from grpo.rewards.builtin import COMPARING
 from grpo.rewards.code import check_rows
 
 
-def test_r1_zero_compares_numbers_then_text_then_expressions():
-    pytest.importorskip("math_verify")
-
-    def score(answer: str, reference: str) -> float | None:
-        return load_reward("r1_zero")([""], [f"</think> <answer>{answer}</answer>"], answer=[reference])[0]
-
-    assert score("$1,000.00", "1000") == score("The  CAT", "the cat.") == score("\\sqrt{12}", "2\\sqrt{3}") == 1.0
-    for answer, reference in (("5 or 6", "5"), ("5 million", "5"), ("5 cents", "5 dollars"), ("not Paris", "Paris")):
-        assert score(answer, reference) == 0.0
-    assert score("+".join(["0"] * 600) + "+5", "5") == 0.0, "too long for math-verify"
-
-
-def test_a_unicode_minus_is_a_minus_in_a_sentence():
-    pytest.importorskip("math_verify")
-    text = "The answer is \u22125"
-    for reference, score in (("-5", 1.0), ("\u22125", 1.0), ("5", 0.0)):
-        assert load_reward("math_verify")([""], [text], answer=[reference]) == [score]
-        assert load_reward("r1_zero")([""], [f"</think> <answer>{text}</answer>"], answer=[reference]) == [score]
-
-
 @pytest.mark.parametrize(
     ("answer", "texts"),
     [
@@ -110,16 +90,6 @@ def test_the_start_of_a_run_reads_every_reference_answer():
     check(RewardSpec("mine.py:reads_anything"), RewardSpec("reasoning_gym"), RewardSpec("format"))
 
 
-@pytest.mark.parametrize(
-    ("numbers", "target"),
-    [([3, 7], [10]), ([{"n": 3}, 7], 10), ("[3, 7]", 10)],
-)
-def test_countdown_scores_no_row_without_numbers(numbers, target):
-    for text in ("<answer>3 + 7</answer>", "no tag"):
-        with pytest.raises(ValueError, match="Invalid literal for Fraction"):
-            load_reward("countdown")([""], [text], numbers=[numbers], target=[target])
-
-
 def test_accuracy_compares_every_answer_of_gsm8k_without_its_signs(assets):
     """``data.answer_pattern`` cannot take signs out of an answer; ``accuracy`` reads numbers with and without them."""
     lines = (assets / "data" / "gsm8k" / "train.jsonl").read_text().splitlines()
@@ -127,12 +97,11 @@ def test_accuracy_compares_every_answer_of_gsm8k_without_its_signs(assets):
     with_signs = [answer for answer in answers if "," in answer or "$" in answer]
     assert (len(with_signs), len(answers)) == (79, 7473)
     accuracy = load_reward("accuracy")
-    forms = {"strict": "<answer>{}</answer>", "lenient": "It is {}.", "boxed": "\\boxed{{{}}}", "####": "#### {}"}
-    for mode in MODES:
-        responses = [forms[mode].format(answer.replace(",", "").replace("$", "")) for answer in with_signs]
-        assert accuracy([""] * 79, responses, answer=with_signs, mode=mode) == [1.0] * 79
+    tagged = [f"<answer>{answer}</answer>" for answer in with_signs]
     bare = [answer.replace(",", "").replace("$", "") for answer in with_signs]
-    assert accuracy([""] * 79, [f"<answer>{a}</answer>" for a in with_signs], answer=bare) == [1.0] * 79
+    assert accuracy([""] * 79, tagged, answer=bare) == [1.0] * 79
+    for mode in ("lenient", "####"):
+        assert accuracy([""] * 79, [f"#### {answer}" for answer in bare], answer=with_signs, mode=mode) == [1.0] * 79
 
 
 def tables() -> list[list[list[str]]]:

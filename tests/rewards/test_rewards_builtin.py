@@ -1,12 +1,10 @@
 """The built-in rewards and the helpers under them, with values worked by hand."""
 
-import re
 import sys
 import time
 from fractions import Fraction
 
 import pytest
-from conftest import ROOT
 
 from grpo.rewards import completion_text, load_reward
 from grpo.rewards.answers import answers_equal, extract_answer, has_format, parse_number
@@ -29,7 +27,6 @@ def test_equality_is_exact_and_falls_back_to_text():
     assert answers_equal("0.5", "1/2") and not answers_equal("0.333333", "1/3")
     assert answers_equal(0.1, "0.10") and answers_equal(72, "72.0")
     assert answers_equal("  The  Cat. ", "the cat") and not answers_equal("cat", "5") and not answers_equal("5", "")
-    assert answers_equal("9007199254740993", "9007199254740993.0")
     assert not answers_equal("9007199254740993", "9007199254740992")
 
 
@@ -65,16 +62,15 @@ def test_the_default_format_needs_each_tag_once():
 def test_long_texts_are_read_in_linear_time(unit):
     text = unit * (100_000 // len(unit))
     start = time.perf_counter()
-    for variant in (text, "<think>" + text, "<think>" + text + "</think><answer>" + text + "</answer>x"):
+    for variant in (text, f"<think>{text}</think><answer>{text}</answer>x"):
         extract_answer(variant), extract_answer(variant, "lenient"), has_format(variant)
         answers_equal(variant, "5"), load_reward("tag_groups")([""], [variant])
     assert time.perf_counter() - start < 20  # about 0.1 s on an idle core; a quadratic pattern takes minutes
 
 
 def test_completion_text_of_both_kinds():
-    assert completion_text("a") == "a"
-    assert completion_text([{"role": "assistant", "content": "a"}]) == "a"
-    assert completion_text([{"role": "assistant", "content": [{"type": "text", "text": "a"}]}]) == "a"
+    for content in ("a", [{"type": "text", "text": "a"}]):
+        assert completion_text([{"role": "assistant", "content": content}]) == completion_text("a") == "a"
     assert completion_text([{"role": "assistant", "content": None}]) == ""
 
 
@@ -111,22 +107,7 @@ def test_accuracy():
     accuracy = load_reward("accuracy")
     texts = [GOOD, "so 4", "<answer>5</answer>", GOOD]
     assert accuracy([""] * 4, texts, answer=["4", "4", "4", None]) == [1.0, 0.0, 0.0, None]
-    assert accuracy([""] * 4, texts, answer=[4, 4.0, "4", ""], mode="lenient", value=2.0) == [2.0, 2.0, 0.0, None]
-    chat = [[{"role": "assistant", "content": "<SOLUTION>1,000</SOLUTION>"}]]
-    assert accuracy(["q"], chat, gold=["$1000"], column="gold", tag="SOLUTION") == [1.0]
-
-
-def test_format_where_the_prompt_opens_the_thinking():
-    """By the pattern of docs/rewards.md."""
-    text = (ROOT / "docs" / "rewards.md").read_text(encoding="utf-8")
-    (pattern,) = re.findall(r"`args: \{pattern: '([^']*)'\}`", text)
-    completions = {
-        "a</think>\n<answer>5</answer>": 1.0,
-        "<answer>5</answer>": 0.0,
-        "a</think> <answer>5": 0.0,
-    }
-    scores = load_reward("format")([""] * 3, list(completions), pattern=pattern)
-    assert scores == list(completions.values())
+    assert accuracy(["q"], ["<SOLUTION>1,000</SOLUTION>"], gold=["$1000"], column="gold", tag="SOLUTION") == [1.0]
 
 
 def test_format_and_tag_groups():
@@ -177,19 +158,16 @@ def test_countdown():
 
     assert score("<answer>(3 + 5) * 3</answer>") == 1.0
     assert score("<answer>3 × (5 + 3) = 24</answer>") == 1.0
-    assert score("<answer>(3 + 5) * 3 = 25</answer>") == 0.0
-    assert score("<answer>3 * 5 + 3 * 3</answer>") == 0.0  # 3 used three times
+    assert score("<answer>(3 + 5) * 3 = 25</answer>") == score("<answer>3 * 5 + 3 * 3</answer>") == 0.0
     assert score("<answer>24</answer>", format_value=0.1) == 0.1
     assert score("(3 + 5) * 3", format_value=0.1) == 0.0
-    assert score("<answer>__import__('os').abort()</answer>") == 0.0
     assert load_reward("countdown")(["q"], ["x"], numbers=[[1]], target=[None]) == [None]
 
 
 def test_expressions_are_exact_and_bounded():
     assert evaluate_expression("1/3 + 1/3 + 1/3") == (1, [1, 3, 1, 3, 1, 3])
     assert evaluate_expression("2 - -(3 - 1) * 4 ÷ [2]") == (6, [2, 3, 1, 4, 2])
-    for text, value in (("8-3-2", 3), ("8/4/2", 1), ("2+3*4", 14), (" (1 + 2) * 3 / 4 ", Fraction(9, 4))):
-        assert evaluate_expression(text)[0] == value
+    assert evaluate_expression(" (8 - 3 - 2) * 3 / 4 ")[0] == Fraction(9, 4)
     wrong = ["", "1 +", "(1", "1 2", "2 ** 3", "1/(2-2)", "1.5", "a", "3(4)", "1//2", "1e5", "1_000", "²", "٣+1", "1,2"]
     wrong += ["__import__('os').getcwd()", "9" * 501, "1" + "+1" * 500]
     for text in [*wrong, "(" * 60 + "1" + ")" * 60, "(" * 5000 + "1" + ")" * 5000]:

@@ -80,8 +80,6 @@ def test_fraction_of_tests_passed(sandboxed):
     programs = [{"input": "2 3\n", "output": "5"}, {"input": "1 1", "output": "3\n"}]
     texts = [code, code, "no code here", "print(sum(map(int, input().split())))", code]
     rows = [tests, '["assert double(2) == 4"]', tests, programs, None]
-    exits = "def double(x): return 2 * x\nexit()"
-    assert reward([""], [exits], tests=[tests]) == [0.5], "statements run after code that exits"
     assert reward([""] * 5, texts, tests=rows) == [0.5, 1.0, 0.0, 0.5, None]
     assert reward([""], [f"<answer>{code}</answer>"], tests=[tests[:1]], tag="answer", value=3.0) == [3.0]
     assert reward([""], [code], tests=[tests[:1]], tag="answer") == [0.0]
@@ -348,13 +346,6 @@ def test_a_forged_exit_is_no_pass(sandboxed):
         assert run_python(code, [{"code": "assert False"}], LIMITS)[0].status == "failed"
 
 
-def test_time_is_shared_by_all_tests(sandboxed):
-    start = time.perf_counter()
-    results = run_python("while True: pass", [{"code": ""}] * 20, Limits(test_seconds=3, total_seconds=6))
-    assert {result.status for result in results} == {"timeout"} and len(results) == 20
-    assert time.perf_counter() - start < 40, "20 tests of 3 s each take 60 s"
-
-
 @pytest.mark.parametrize("killed", ["the process that started it", "its launcher"])
 def test_the_sandbox_ends_with(sandboxed, own_sandboxes, killed):
     code = (
@@ -386,15 +377,6 @@ for descriptor in [0, *range(2, 64)]:
     except OSError: pass
 """)
     assert result.status == "passed" and result.output != "forged"
-
-
-def test_the_user_mask_and_ignored_signals_of_the_trainer_are_not_in_the_way(sandboxed):
-    umask, handler = os.umask(0o077), signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    try:
-        results = run_python("import decimal", [{"code": ""}, {"code": "while True: pass"}], SHORT)
-        assert [result.status for result in results] == ["passed", "timeout"]
-    finally:
-        os.umask(umask), signal.signal(signal.SIGCHLD, handler)
 
 
 def _ends_first(process):
@@ -430,17 +412,14 @@ LIVE_CODE_BENCH = {"input": "1\n2\n", "output": "3", "testtype": "functional", "
 @pytest.mark.parametrize(
     ("given", "tests"),
     [
-        (None, []), ("", []), ([""], []), ({"inputs": [], "outputs": []}, []),
+        (None, []), ("", []),
         ("assert f()", [{"code": "assert f()"}]), (LOOP, [{"code": LOOP}]),
         (["check(f)", RAISES], [{"code": "check(f)"}, {"code": RAISES}]),
-        (PAIR, [PAIR]),
         ({"input": 12, "output": ["3", "4"], "type": "stdin_stdout"}, [{"input": "12", "output": "3\n4"}]),
         ({"inputs": ["1 2"], "outputs": ["3"]}, [PAIR]),  # APPS, TACO
         ({"input": ["1 2"], "output": ["3"]}, [PAIR]),  # CodeContests
-        ({"language": "python", "test_cases": [PAIR]}, [PAIR]),
         ([PAIR | {"testtype": "stdin"}], [PAIR]),
         ([LIVE_CODE_BENCH], [CALL_OF_ADD]),
-        ({"inputs": [[1, 2]], "outputs": [3], "fn_name": "add"}, [CALL_OF_ADD]),
         ({"inputs": [[1, 2]], "outputs": [[3]], "fn_name": "add"}, [CALL_OF_ADD | {"output": "[[3], 3]"}]),
     ],
 )  # fmt: skip
