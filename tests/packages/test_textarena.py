@@ -1,12 +1,11 @@
 """Games of TextArena, which is in the extra ``environments``."""
 
-import pickle
 import random
 
 import pytest
 from replays import check_metrics, replay, reset_seed, train
 
-from examples.environments import GuessTheNumber, TicTacToe
+from examples.environments import TicTacToe
 
 textarena = pytest.importorskip("textarena", reason="needs TextArena: pip install -e '.[environments]'")
 
@@ -50,38 +49,3 @@ def test_a_training_with_a_game_for_two_is_replayed_by_hand(tmp_path):
     rows = replay(output, begin)
     assert {row["stop_reason"] for row in rows} >= {"environment"}
     assert {row["reward"] for row in rows} >= {-1.0, 1.0}
-
-
-class Wrapped(GuessTheNumber):
-    """With the wrappers of ``textarena.make``: the observation is the whole conversation as one text."""
-
-    game_id = "GuessTheNumber-v0"
-
-    def observe(self):
-        return self.game.get_observation()[1]
-
-    def step(self, action):
-        return super().step(str(len(action) % 20 + 1))
-
-
-def begin_wrapped(row):
-    game = textarena.make("GuessTheNumber-v0")
-    game.reset(num_players=1, seed=reset_seed(row["problem"]))
-
-    def step(action):
-        done, _ = game.step(str(len(action) % 20 + 1))
-        rewards, _ = game.close()
-        return game.get_observation()[1], rewards[0] if done else 0.0, done
-
-    return game.get_observation()[1], step
-
-
-@pytest.mark.slow
-def test_wrapped_games_live_in_their_workers(tmp_path):
-    """A wrapped game cannot be unpickled, so a run with one shows that environments are not."""
-    game = textarena.make("GuessTheNumber-v0")
-    with pytest.raises(RecursionError):
-        pickle.loads(pickle.dumps(game))
-    output = train(tmp_path, f"{__file__}:Wrapped", "rollout.max_completion_length=1200")
-    check_metrics(output, "Wrapped")
-    replay(output, begin_wrapped)

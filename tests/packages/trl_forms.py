@@ -1,12 +1,10 @@
 """Environments and rewards in the form of TRL's examples, and a model that calls their tools.
 
-They have the methods, the signatures, the state and the rewards of ``echo``, ``wordle``, ``sudoku``, ``multi_env`` and
-``grpo_2048``, and know nothing of this project. ``python trl_forms.py FOLDER`` trains all with TRL.
+They have the methods, the signatures, the state and the rewards of ``wordle`` and ``multi_env``, and know nothing of this project. ``python trl_forms.py FOLDER`` trains all with TRL.
 """
 
 import json
 import os
-import random
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,36 +22,6 @@ MAX_LENGTH = 600
 
 def user(text: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": text}]
-
-
-def echo_class(env_url: str):
-    """A class that finds the address in the function around it, and whose client is asynchronous."""
-
-    class EchoToolEnv:
-        def __init__(self):
-            self.env = GameClient(base_url=env_url)
-            self.reward = 0.0
-
-        def reset(self, **kwargs) -> str | None:
-            self.reward = 0.0
-            self.env.reset()
-            return None
-
-        def echo(self, message: str) -> str:
-            """
-            Echo a message.
-
-            Args:
-                message: What to echo
-
-            Returns:
-                The message.
-            """
-            observation = self.env.step(Guess(message=message))
-            self.reward = observation.observation.reward
-            return observation.observation.echoed_message
-
-    return EchoToolEnv
 
 
 class WordEnv:
@@ -88,53 +56,6 @@ class WordEnv:
         self.reward = result.reward
         self.done = result.done
         return feedback
-
-
-class BoardEnv:
-    """A tool with several arguments, and rewards that are properties."""
-
-    def __init__(self):
-        self.client = GameClient(base_url=ENV_URL)
-        self._reset_state()
-
-    def _reset_state(self):
-        self._moves: list[str] = []
-        self._scores: list[float] = []
-        self._done = False
-
-    def reset(self, **kwargs) -> str:
-        self._reset_state()
-        result = self.client.reset()
-        self._done = result.done
-        return f"\nBoard: {result.observation.messages[0].content}"
-
-    def place(self, row: int, col: int, number: int) -> str:
-        """Place a number.
-
-        Args:
-            row: Row (1-9).
-            col: Column (1-9).
-            number: Number (1-9).
-
-        Returns:
-            The board.
-        """
-        if self._done:
-            raise ValueError("The game has ended.")
-        move = "dabcefghi"[number - 1] * row + "a" * col
-        self._moves.append(move)
-        result = self.client.step(Guess(message=move))
-        self._scores.append(float(result.reward or 0.0))
-        self._done = result.done
-        return f"{len(self._moves)}: {move}"
-
-    @property
-    def best_reward(self) -> float:
-        return max(self._scores, default=0.0)
-
-    @property
-    def repetition_reward(self) -> float:
-        return -0.1 * (len(self._moves) - len(set(self._moves)))
 
 
 class MultiEnv:
@@ -187,61 +108,8 @@ class MultiEnv:
         return result.observation.echoed_message
 
 
-class Tiles:
-    """A game without a server, which draws from ``random`` in ``reset`` and in its tool."""
-
-    def reset(self, **kwargs) -> str:
-        self.row = [0, 0, 0, 0]
-        self.score = 0.0
-        self.done = False
-        self._add()
-        self._add()
-        return self._show()
-
-    def move(self, direction: str) -> str:
-        """
-        Move all tiles.
-
-        Args:
-            direction: left or right
-
-        Returns:
-            The tiles.
-        """
-        if self.done:
-            raise ValueError("The game has ended.")
-        tiles = [tile for tile in self.row if tile]
-        if direction == "left" and len(tiles) > 1 and tiles[0] == tiles[1]:
-            tiles[:2] = [2 * tiles[0]]
-            self.score += tiles[0]
-        self.row = tiles + [0] * (4 - len(tiles))
-        self.done = 0 not in self.row
-        if not self.done:
-            self._add()
-        return self._show()
-
-    def _add(self) -> None:
-        place = random.choice([place for place in range(4) if self.row[place] == 0])
-        self.row[place] = 4 if random.random() < 0.1 else 2
-
-    def _show(self) -> str:
-        return f"score={self.score} {self.row} done={self.done}"
-
-
 def reward_func(environments, **kwargs):
     return [env.reward for env in environments]
-
-
-def reward_best(environments, **kwargs) -> list[float]:
-    return [env.best_reward for env in environments]
-
-
-def reward_repetition(environments, **kwargs) -> list[float]:
-    return [env.repetition_reward for env in environments]
-
-
-def reward_score(environments, **kwargs):
-    return [env.score for env in environments]
 
 
 def letters_reward(environments, **kwargs) -> list[float | None]:
@@ -269,35 +137,17 @@ class Form:
 
 
 FORMS = {
-    "echo": Form(
-        echo_class(ENV_URL),
-        [reward_func],
-        [{"prompt": user("Echo.")}] * 8,
-        [call("echo", message="dxb"), call("echo", message="xxx")],
-    ),
     "wordle": Form(
         WordEnv,
         [reward_func],
         [{"prompt": user("Play. ")}] * 8,
         [call("guess", guess="dab"), call("guess", guess="dxx"), call("guess", word="dxx")],
     ),
-    "sudoku": Form(
-        BoardEnv,
-        [reward_best, reward_repetition],
-        [{"prompt": user("Play.")}] * 8,
-        [call("place", row=1, col=2, number=1), call("place", row=2, col=1, number=3)],
-    ),
     "multi": Form(
         MultiEnv,
         [letters_reward, catch_reward],
         [{"prompt": user("Play. "), "env": "letters"}, {"prompt": user("Catch. "), "env": "catch"}] * 4,
         [call("guess", guess="dab"), call("guess", guess="dxx"), call("stay")],
-    ),
-    "2048": Form(
-        Tiles,
-        [reward_score],
-        [{"prompt": user("Play. ")}] * 8,
-        [call("move", direction="left"), call("move", direction="right")],
     ),
 }
 

@@ -54,20 +54,6 @@ def judge_here(completions, grade, **columns):
     return [each.value if each is Grade.GOOD else -1.0 for each in grade]
 
 
-class Refuses:
-    """Can be sent, and not be loaded."""
-
-    def __reduce__(self):
-        return fails, ()
-
-    def __call__(self, completions, **columns):
-        return [float(os.getpid() == MAIN)] * len(completions)
-
-
-def fails():
-    raise RuntimeError("only in the process that made it")
-
-
 def describe(age: int) -> str:
     """Describe a person.
 
@@ -122,7 +108,7 @@ def look(completions, environments, **columns):
 
 def score():
     """The scores of rewards that need no torch."""
-    functions = {"judge": judge, "judge_here": judge_here, "refuses": Refuses()}
+    functions = {"judge": judge, "judge_here": judge_here}
     specs = [RewardSpec(f"python:{name}", function=function) for name, function in functions.items()]
     person = Person(name="Ann", age=3).model_dump_json()
     with RewardRunner(specs) as runner:

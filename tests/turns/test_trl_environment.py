@@ -2,55 +2,20 @@
 the same ids, masks, messages and rewards here, with the same class unchanged."""
 
 import json
-from itertools import groupby
 from pathlib import Path
 
 import pytest
 from conftest import load
+from test_conversations import Scripted
 from trl_tokenizer import build_tokenizer
 
-from grpo.algorithm.batch import Completion, Group
 from grpo.config import load_config
 from grpo.data import Rows, make_problems
 from grpo.rollout import SamplingParams
-from grpo.rollout.interface import Engine
 from grpo.turns.engine import TurnsEngine
 from grpo.turns.tools import Tools
 
 HERE = Path(__file__).parent
-
-
-class Recorded(Engine):
-    """An engine (``grpo.rollout.interface.Engine``) that samples the tokens that TRL's model sampled."""
-
-    communicates = False
-
-    def __init__(self, policy, rows):
-        self.policy, self.rows = policy, rows
-
-    def generate(self, problems, sampling, *, seed_key, on_tokens=None, replies=None):
-        T = sampling.max_completion_length
-        G = sampling.num_generations
-        completions = []
-        for row, record in enumerate(self.rows):
-            pairs = zip(record["completion_ids"], record["mask"], strict=True)
-            turns = [[i for i, _ in run] for is_sampled, run in groupby(pairs, key=lambda pair: pair[1]) if is_sampled]
-            ids = []
-            mask = []
-            for turn in turns:
-                ids += turn
-                mask += [True] * len(turn)
-                answer = replies(row, turn).result() if turn[-1] in self.policy.eos_ids and len(ids) < T else None
-                if answer is None or turn is turns[-1]:
-                    break
-                ids += answer
-                mask += [False] * len(answer)
-            assert answer is None or record["case"] in CONTINUED
-            completions.append(Completion(tuple(ids), "", True, (-1.0,) * len(ids), loss_mask=tuple(mask)))
-        return [Group(problem, tuple(completions[p * G : (p + 1) * G])) for p, problem in enumerate(problems)]
-
-    def close(self):
-        pass
 
 
 CONTINUED = (
@@ -60,11 +25,11 @@ CONTINUED = (
     "a list for a call",
 )
 """Cases that TRL ends at a call that it cannot read. Here the model reads what is wrong with it."""
-DIFFERENT = dict.fromkeys(CONTINUED, ("messages",)) | {
+DIFFERENT = dict.fromkeys(CONTINUED, ("completion_ids", "mask", "messages")) | {
     # TRL reads the number in a string where the schema wants a number.
     "integer as a string": ("completion_ids", "mask", "messages", "reward"),
     # TRL makes no call of the turn.
-    "a good call, then broken JSON": ("messages", "reward"),
+    "a good call, then broken JSON": ("completion_ids", "mask", "messages", "reward"),
     # TRL keeps an answer that leaves no room for a token of the model; here the completion ends before it.
     "answer fits exactly": ("completion_ids", "mask", "messages"),
     # The error names the module of the class in TRL.
@@ -96,7 +61,8 @@ def test_the_same_tokens_make_the_same_conversation(random_model):
     columns = [{name: value for name, value in row.items() if name != "prompt"} for row in of_problem]
     rows = Rows("rows", [row["prompt"] for row in of_problem], columns)
     problems = make_problems(rows, config.data, policy.tokenizer, schemas_of=tools.schemas_of).problems
-    engine = TurnsEngine(Recorded(policy, records), tools, config)
+    script = [record["turns"][: record["turns_sampled"]] for record in records]
+    engine = TurnsEngine(Scripted(policy, script), tools, config)
     engine.check()
     try:
         groups = engine.generate(problems, SamplingParams(G, T), seed_key=(0, "rollout", 0))

@@ -150,14 +150,3 @@ def test_a_chat_with_a_run_whose_environment_makes_the_prompts(random_model, tmp
     monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
     assert chat.main(["--model", str(tmp_path / "checkpoint-1")]) == 0
     assert "[assistant]" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_a_broken_reward_ends_the_run_also_beside_environments_that_fail(random_model, tmp_path):
-    """It fails on each completion that it gets: not on those of failed environments, which it does not get."""
-    reward = f"reward.functions=['{USER.parents[1]}/rewards_for_tests.py:raises']"
-    changes = [f"environment={USER}:Moody", reward, "eval.before_training=false"]
-    done = run_trainer(*arguments(random_model, tmp_path, *changes), check=False)
-    assert done.returncode and "completions have failed, first with reset: ValueError: bad luck" in done.stdout
-    (number,) = re.findall(r"reward 'raises' failed on all (\d+) completions of this step", done.stderr)
-    assert 0 < int(number) < 24
