@@ -182,7 +182,7 @@ class TurnFormat:
         # that the template writes around a result stay whole.
         answers = []
         for message in messages:
-            content = message["content"].replace(BREAK, "")
+            content = message["content"]
             for token in self._controls:
                 content = content.replace(token, BREAK.join(["", token[:1], token[1:], ""]))
             answers.append({**message, "content": content})

@@ -49,24 +49,36 @@ class Tools:
     def load(self) -> Tools:
         """Load everything in one worker, so that a mistake (``ValueError``) shows early."""
         for tool in self.config.tools:
-            self._load(f"tool {tool.name!r}", LoadedTool, tool.name, tool.args)
+            key = f"tool {tool.name!r}"
+            self._load(key, key, LoadedTool, tool.name, tool.args)
         if self.config.environment:
-            self.environment = self._load(ENVIRONMENT, LoadedEnvironment, self.config.environment)
+            name = self.config.environment
+            what = f"environment {name!r}"
+            self.environment = self._load(what, ENVIRONMENT, LoadedEnvironment, name)
             self.steps = self.environment.steps
             if self.steps and self.config.tools:
-                reason = "a reset/step environment takes whole turns as actions"
-                raise ValueError(f"{reason}, so it cannot stand beside tools")
+                raise ValueError(
+                    "a reset/step environment takes whole turns as actions, so it cannot stand beside tools"
+                )
         self.close()  # the first worker has imported transformers, which no call needs
         return self
 
     def _load(
         self,
+        what: str,
         key: str,
         make: type,
         spec: str,
         *arguments: Any,
     ) -> Info:
-        info = self.pool.load(key, key, make, spec, *arguments, user_object=self._objects.get(spec))
+        info = self.pool.load(
+            what,
+            key,
+            make,
+            spec,
+            *arguments,
+            user_object=self._objects.get(spec),
+        )
         self.source_files |= info.source_files
         for name, schema in info.tools.items():
             # The model calls tools by name.
@@ -91,8 +103,7 @@ class Tools:
         if self.environment and self.environment.has_reward and not is_named:
             specs.append(RewardSpec(ENVIRONMENT_PREFIX + self.environment.name))
         if not specs:
-            remedy = "set reward.functions, or give the environment a get_reward()"
-            raise ValueError(f"nothing gives a reward: {remedy}")
+            raise ValueError("nothing gives a reward: set reward.functions, or give the environment a get_reward()")
         return specs
 
     def keep_groups_together(self) -> None:

@@ -37,9 +37,9 @@ CASES = """
     data.config_name=main | data.dataset=a.parquet | data.eval_dataset=openai/gsm8k
     data.config_name={a: 1} |  | data.dataset=reasoning_gym:chain_sum
     data.max_eval_samples=3 | data.eval_split=none |
-    tools_format=tags | rollout.function=file.py:rollout | tools=[calculator]
-    rollout.max_turns=3 | rollout.function=file.py:rollout | environment=a.py:B
-    rollout.keep_sampling_mask=true | rollout.function=file.py:rollout rollout.top_k=3 | rollout.top_k=3
+    tools_format=tags |  | tools=[calculator]
+    rollout.max_turns=3 |  | environment=a.py:B
+    rollout.keep_sampling_mask=true |  | rollout.top_k=3
     rollout.vllm_command=v {model} | rollout.engine=vllm rollout.server=http://a:1 | rollout.engine=vllm
     rollout.tokens_in_flight=99 | rollout.engine=vllm |
     eval.top_k=3 |  | eval.temperature=0.5
@@ -108,7 +108,6 @@ NOTES = """
     rollout.engine=vllm & algorithm.sampler_correction=none -> rollout.engine=vllm without algorithm.sampler_correction
     rollout.engine=vllm & rollout.top_k=5 -> rollout.top_p=1, top_k=5, min_p=0
     rollout.top_p=0.9 -> biased; rollout.keep_sampling_mask=true
-    rollout.function=a.py:f & rollout.top_k=3 -> so the gradient estimate is biased
 """
 
 

@@ -9,7 +9,6 @@ from grpo.algorithm.logprobs import CompletionScorer
 from grpo.config import Config, DataConfig
 from grpo.data import ProblemSet
 from grpo.rewards import load_reward
-from grpo.rewards.scores import messages_warning
 from grpo.rollout import check_model
 from grpo.run.summary import INSIDE_OF_BOX, data_line, warnings_of
 
@@ -97,19 +96,6 @@ def test_packing_is_what_fast_decode_needs(random_model):
     why_padded = check_model(policy, scorer, disable_dropout=False)
     assert "model.disable_dropout" in why_padded and not policy.is_llama
     assert check_model(policy, scorer) is None and policy.is_llama
-
-
-def test_own_rewards_that_get_messages_for_text_rows_are_noted():
-    messages = [{"role": "user", "content": "q"}]
-
-    def warning(prompt, reward_prompt, reward="mine.py:brevity", **data):
-        config = Config.model_validate({"data": data, "reward": {"functions": ["accuracy", reward]}})
-        rows = [Problem(0, messages, (1,), {}, messages), Problem(1, prompt, (1,), {}, reward_prompt)]
-        return messages_warning(config, rows)
-
-    assert warning("q", messages).startswith("note: for mine.py:brevity completions are lists of messages, since")
-    assert not warning("q", None) and not warning(messages, messages)
-    assert not warning("q", messages, conversational=True) and not warning("q", messages, reward="format")
 
 
 def test_a_learning_rate_of_full_training_with_adapters_is_noticed():
