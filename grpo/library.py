@@ -325,14 +325,13 @@ def importable_name(function: Any) -> str | None:
 @contextlib.contextmanager
 def _process_as_it_was() -> Iterator[None]:
     """Restore, at the end, what training sets for the process: threads, determinism, random
-    generators, and the handler of SIGUSR1."""
+    generators."""
     import torch
 
     if not RUNNING.acquire(blocking=False):  # a second run would share all of these
         raise ValueError("grpo.train is running in this process: start the second in another one")
     threads = torch.get_num_threads()
     determinism = torch.get_deterministic_debug_mode()
-    save_handler = signal.getsignal(signal.SIGUSR1)
     gpus = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     try:
         with torch.random.fork_rng(devices=gpus), torch.inference_mode(False), torch.enable_grad():
@@ -342,5 +341,3 @@ def _process_as_it_was() -> Iterator[None]:
         torch.set_num_threads(threads)
         # Modes 0, 1 and 2: off, warnings, errors.
         torch.use_deterministic_algorithms(determinism > 0, warn_only=determinism == 1)
-        if signal.getsignal(signal.SIGUSR1) != save_handler:
-            signal.signal(signal.SIGUSR1, save_handler)

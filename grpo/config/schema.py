@@ -355,9 +355,9 @@ class RuntimeConfig(Section):
     """ddp: every rank holds the whole model; fsdp (FSDP2): weights, gradients and optimizer states are sharded."""
     shard_size: int | None = Field(None, ge=2)
     """With fsdp: neighbouring ranks that share one copy of the model, the GPUs of a machine for example; none: all."""
-    offload: Literal["none", "optimizer", "all"] = "none"
-    """With fsdp, into host memory: optimizer moves Adam's averages there between updates; all also weights and
-    gradients (FSDP2 has these three together only). Without a GPU it changes nothing. Not yet run on a GPU."""
+    offload: Literal["none", "all"] = "none"
+    """With fsdp, all: weights, gradients and Adam's averages lie in host memory. Without a GPU it changes nothing.
+    Not yet run on a GPU."""
     fast_decode: bool = True
     """Decode Llama-shaped models with own code, on a GPU in CUDA graphs; false: with transformers' code."""
     timeout_s: PositiveFloat = 1800.0

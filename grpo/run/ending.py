@@ -59,10 +59,9 @@ def print_result(run: Run) -> None:
     """Print the folders of the last and best checkpoint, and the hints for the last steps."""
     show = run.log.reporter.print
     output = run.config.output_dir
-    kind = "a Hugging Face folder"
-    if run.learner.policy.adapter:
-        kind = "a LoRA adapter (python -m grpo.merge makes it a whole model)"
-    show(f"saved     {output}/checkpoint-{run.max_steps}, {kind}")
+    if not run.config.debug:
+        kind = "a LoRA adapter" if run.learner.policy.adapter else "a Hugging Face folder"
+        show(f"saved     {output}/checkpoint-{run.max_steps}, {kind}")
     best = run.progress.best
     if best:
         value = f"{run.config.checkpoint.keep_best} {best['value']:.4g}"

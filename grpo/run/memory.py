@@ -79,21 +79,11 @@ def try_largest_step(run: Run, problems: list[Problem]) -> str:
     # FSDP gathers the weights of the engine: a collective, before memory may run out on one rank.
     weights = run.sampler.current_weights() if learner.is_sharded else nullcontext()
     with world.timed("largest step", seconds), torch.random.fork_rng(devices):
-        _fit(
-            learner,
-            "optim.tokens_per_microbatch",
-            learner.tokens_per_microbatch,
-            row_tokens,
-            update,
-        )
+        most = learner.tokens_per_microbatch
+        _fit(learner, "optim.tokens_per_microbatch", most, row_tokens, update)
         with weights:
-            _fit(
-                learner,
-                "rollout.tokens_in_flight",
-                sampling.tokens_in_flight or len(prompts) * row_tokens,
-                row_tokens,
-                sample,
-            )
+            most = sampling.tokens_in_flight or len(prompts) * row_tokens
+            _fit(learner, "rollout.tokens_in_flight", most, row_tokens, sample)
     torch.cuda.empty_cache()
     return f"memory    the largest possible step was tried in {seconds['largest step']:.1f} s"
 
@@ -107,6 +97,7 @@ def _fit(learner: Learner, key: str, most: int, least: int, attempt: Callable) -
         f"the largest possible step does not fit in memory: {key}={most} is too much for "
         f"prompts and completions of {least} tokens"
     )
+    trained = [p for p in learner.policy.model.parameters() if p.requires_grad]
     tokens = most
     while True:
         gc.collect()  # frees the tensors of an attempt that failed
@@ -114,12 +105,9 @@ def _fit(learner: Learner, key: str, most: int, least: int, attempt: Callable) -
             with learner.world.fail_together():
                 # The first update creates two averages of each gradient.
                 averages = []
-                for group in learner.optimizer.param_groups:
-                    averages += [
-                        torch.empty_like(parameter)
-                        for parameter in 2 * group["params"]
-                        if parameter not in learner.optimizer.state
-                    ]
+                for parameter in 2 * trained:
+                    if parameter not in learner.optimizer.state:
+                        averages.append(torch.empty_like(parameter))
                 attempt(tokens)
             break
         except Exception as error:

@@ -96,12 +96,10 @@ def reward_metrics(
     rewards_PG: Tensor,
 ) -> dict[str, float]:
     """Reward statistics of the whole global batch; every rank has all of it."""
-    stds_P = [_std(rewards_G) for rewards_G in rewards_PG]
     unscored_PG = rewards_PG.isnan()
     metrics = {
         "reward": _mean(rewards_PG),
         "reward_std": _std(rewards_PG),
-        "reward_group_std": _mean(torch.tensor(stds_P, dtype=torch.double)),
         "frac_unscorable": unscored_PG.float().mean().item(),
     }
     for f, name in enumerate(names):
@@ -132,14 +130,13 @@ def add_completions(groups: Sequence[Group], metrics: Accumulator) -> None:
     metrics.total("num_tokens", num_tokens)
 
 
-def report_details(run: Run, step: Step) -> None:
+def report_completions(run: Run, step: Step) -> None:
     """Write a few of the main rank's completions."""
-    reporter = run.log.reporter
     number = run.progress.step
+    is_due = run.config.logging.log_completions and run.log.reporter.is_due(number)
     # Under FSDP all ranks score: a forward pass is a collective.
-    computes = run.world.is_main or run.learner.is_sharded
-    if run.config.logging.log_completions and reporter.is_due(number) and computes:
-        reporter.completions(number, logged_completions(run, step))
+    if is_due and (run.world.is_main or run.learner.is_sharded):
+        run.log.reporter.completions(number, logged_completions(run, step))
 
 
 def logged_completions(run: Run, step: Step) -> list[dict[str, Any]]:
@@ -179,10 +176,7 @@ def _mean(values: Tensor) -> float:
 
 def _std(values: Tensor) -> float:
     """Standard deviation (n - 1) of the values that are not NaN: 0 for a single one, NaN for none."""
-    is_number = ~values.isnan()
-    numbers = values[is_number].double()
-    if len(numbers) == 0:
-        return math.nan
+    numbers = values[~values.isnan()].double()
     if len(numbers) == 1:
         return 0.0
-    return numbers.std().item()
+    return numbers.std().item() if len(numbers) else math.nan

@@ -7,7 +7,6 @@ import copy
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ from grpo.model import (
 )
 from grpo.rollout import check_model
 from grpo.rollout.weights import GatheredWeights
-from grpo.run.optimizer import keep_states_on_host, make_lr_schedule, make_optimizer, move_schedule
+from grpo.run.optimizer import make_lr_schedule, make_optimizer, move_schedule
 
 
 @dataclass(frozen=True)
@@ -113,14 +112,15 @@ def build_models(
         return policy, CompletionScorer(policy.model, config.rollout.temperature), None
 
     def check(policy: Policy, scorer: CompletionScorer) -> str | None:
-        check_this = partial(
-            check_model,
-            policy,
+        return compute_inside(
             scorer,
-            disable_dropout=config.model.disable_dropout,
-            reach=config.data.max_prompt_length + config.rollout.max_completion_length,
+            lambda: check_model(
+                policy,
+                scorer,
+                disable_dropout=config.model.disable_dropout,
+                reach=config.data.max_prompt_length + config.rollout.max_completion_length,
+            ),
         )
-        return compute_inside(scorer, check_this)
 
     ref_scorer = None
     with together():
@@ -135,13 +135,7 @@ def build_models(
 
     with world.fail_together():  # under FSDP each rank reads its shares of the states
         moving_reference = _moving_reference(config, ref_scorer, policy)
-        optimizer, lr_schedule = _optimizer(
-            config,
-            policy,
-            max_steps,
-            start,
-            moving_reference,
-        )
+        optimizer, lr_schedule = _optimizer(config, policy, max_steps, start, moving_reference)
 
     with together():
         why_padded = check(policy, scorer)
@@ -156,15 +150,15 @@ def build_models(
         sampler = replace(policy, model=sampling_model)
         gathered = GatheredWeights(scorer, policy.model, sampling_model)
     return Models(
-        policy=policy,
-        scorer=scorer,
-        ref_scorer=ref_scorer,
-        optimizer=optimizer,
-        lr_schedule=lr_schedule,
-        why_padded=why_padded,
-        moving_reference=moving_reference,
-        sampler=sampler,
-        gathered=gathered,
+        policy,
+        scorer,
+        ref_scorer,
+        optimizer,
+        lr_schedule,
+        why_padded,
+        moving_reference,
+        sampler,
+        gathered,
     )
 
 
@@ -215,8 +209,7 @@ def _load_sharded(
     with world.fail_together():
         if world.is_main:
             whole = load()
-            for name, tensor in whole.model.state_dict().items():
-                weights[f"model.{name}"] = tensor
+            weights = whole.model.state_dict(prefix="model.")
             empty = replace(whole.without_weights(), tokenizer=None)
     # The modules are sent, not built again: ties, buffers and adapters are those of the model that rank 0 has loaded.
     policy = replace(world.from_main(empty), device=world.device, tokenizer=tokenizer)
@@ -246,8 +239,8 @@ def _moving_reference(config: Config, ref_scorer: Any, policy: Policy) -> dict[s
     shapes = [p.shape for p in ref_scorer.model.parameters()]
     if shapes != [p.shape for p in policy.model.parameters()]:
         raise ConfigError(
-            f"algorithm.ref_sync_steps moves the reference towards the policy, and {REFERENCE} has weights of other "
-            "shapes: set ref_sync_steps=0, or take a reference of the policy's size"
+            f"{REFERENCE} has weights of other shapes than the policy, towards which algorithm.ref_sync_steps moves "
+            "it: set ref_sync_steps=0"
         )
     return dict(ref_scorer.model.named_parameters())
 
@@ -261,20 +254,8 @@ def _optimizer(
 ) -> tuple[torch.optim.Optimizer, LRScheduler]:
     """Optimizer and schedule as they are at the step where the run starts; a moving reference is restored too."""
     updates_per_step = config.algorithm.updates_per_step
-    settings = config.optim
-    optimizer = make_optimizer(
-        policy.model,
-        learning_rate=settings.learning_rate,
-        betas=settings.betas,
-        weight_decay=settings.weight_decay,
-    )
-    lr_schedule = make_lr_schedule(
-        optimizer,
-        name=settings.lr_scheduler_type,
-        num_updates=max_steps * updates_per_step,
-        warmup_steps=settings.warmup_steps,
-        min_lr=settings.min_lr,
-    )
+    optimizer = make_optimizer(policy.model, config.optim)
+    lr_schedule = make_lr_schedule(optimizer, config.optim, max_steps * updates_per_step)
     if start.checkpoint:
         changed = {key for key, _, _ in start.changes}
         if not changed.isdisjoint((REFERENCE, "model.adapter")):
@@ -282,6 +263,4 @@ def _optimizer(
         trained = checkpoint.Trained(policy, optimizer, moving_reference)
         checkpoint.restore(start.checkpoint, trained)
         move_schedule(lr_schedule, start.state["step"] * updates_per_step)
-    if config.runtime.offload == "optimizer":
-        keep_states_on_host(optimizer)
     return optimizer, lr_schedule

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import warnings
-from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_scheduler
 
+from grpo.config import OptimConfig
 from grpo.distributed import whole
 from grpo.model import sync_reference
 from grpo.model.lora import copy_to_reference_adapter
@@ -20,73 +20,37 @@ from grpo.telemetry.accumulator import Accumulator
 MAX_SKIPPED_IN_A_ROW = 10
 
 
-def make_optimizer(
-    model: nn.Module,
-    *,
-    learning_rate: float,
-    betas: tuple[float, float],
-    weight_decay: float,
-) -> torch.optim.Optimizer:
+def make_optimizer(model: nn.Module, settings: OptimConfig) -> torch.optim.Optimizer:
     """AdamW with weight decay on matrices only: norms and biases are not pulled towards 0."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     # On CUDA one fused kernel updates many parameters, and needs no memory of its own.
     fused = all(p.is_cuda and p.dtype == torch.float32 for p in parameters) or None
-    matrices = [p for p in parameters if p.dim() >= 2]
-    others = [p for p in parameters if p.dim() < 2]
-    groups = []
-    if matrices:
-        groups.append({"params": matrices, "weight_decay": weight_decay})
-    if others:
-        groups.append({"params": others, "weight_decay": 0.0})
-    return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, fused=fused)
-
-
-def keep_states_on_host(optimizer: torch.optim.Optimizer) -> None:
-    """Keep Adam's averages in host memory between updates (``runtime.offload=optimizer``)."""
-
-    def move(*, to_host: bool) -> None:
-        for parameter, state in optimizer.state.items():
-            device = "cpu" if to_host else parameter.device
-            for name in state.keys() & {"exp_avg", "exp_avg_sq"}:
-                state[name] = state[name].to(device)
-
-    move(to_host=True)
-    optimizer.register_step_pre_hook(lambda *_: move(to_host=False))
-    optimizer.register_step_post_hook(lambda *_: move(to_host=True))
+    groups = [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": settings.weight_decay},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=settings.betas, fused=fused)
 
 
 def make_lr_schedule(
     optimizer: torch.optim.Optimizer,
-    *,
-    name: str,
+    settings: OptimConfig,
     num_updates: int,
-    warmup_steps: float,
-    min_lr: float | None,
 ) -> LambdaLR:
-    """A schedule of ``num_updates`` optimizer updates, by ``transformers.get_scheduler``.
-
-    Args:
-        warmup_steps: optimizer updates; below 1 a fraction of ``num_updates``, rounded up as
-            transformers does.
-        min_lr: floor of a cosine schedule. Default: 0.
-    """
-    warmup = int(warmup_steps)
-    if warmup_steps < 1:
-        warmup = math.ceil(warmup_steps * num_updates)
-    options: dict[str, Any] = {}
+    """A schedule of ``num_updates`` optimizer updates, by ``transformers.get_scheduler``."""
+    name = settings.lr_scheduler_type
+    warmup = int(settings.warmup_steps)
+    if settings.warmup_steps < 1:  # a fraction, rounded up as transformers does
+        warmup = math.ceil(settings.warmup_steps * num_updates)
+    options = None
     # transformers ignores the warm-up of "constant" without a warning.
     if name == "constant" and warmup:
         name = "constant_with_warmup"
-    if min_lr is not None:
+    if settings.min_lr is not None:
         name = "cosine_with_min_lr"
-        options["min_lr"] = min_lr
-    return get_scheduler(
-        name,
-        optimizer,
-        num_warmup_steps=warmup,
-        num_training_steps=num_updates,
-        scheduler_specific_kwargs=options,
-    )
+        options = {"min_lr": settings.min_lr}
+    return get_scheduler(name, optimizer, warmup, num_updates, options)
 
 
 def move_schedule(schedule: LambdaLR, num_updates: int) -> None:

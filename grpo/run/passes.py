@@ -35,8 +35,7 @@ def rank_microbatches(
     num_passes = 0
     if learner.is_sharded:
         parts = microbatch_rows(batch, max_tokens, packed=packed)
-        count = torch.tensor(len(parts))
-        num_passes = int(learner.world.max(count))
+        num_passes = int(learner.world.max(torch.tensor(len(parts))))
     return microbatches(batch, max_tokens, packed=packed, num_passes=num_passes)
 
 
@@ -56,23 +55,17 @@ def batch_logprobs_and_entropies(
 
     Rows that are not computed (``Batch.computed_B``) have 0.
     """
-    shape = batch.completion_mask_BT.shape
-    device = learner.world.device
-    logprobs_BT = torch.zeros(shape, device=device)
-    entropies_BT = torch.zeros(shape, device=device)
+    logprobs_BT = torch.zeros(batch.completion_mask_BT.shape, device=learner.world.device)
+    entropies_BT = torch.zeros_like(logprobs_BT)
     # Positions in this batch: a minibatch has those of the whole step.
-    batch = replace(batch, row_B=torch.arange(len(batch), device=device))
-    with (
-        learner.policy.autocast(),
-        learner.reporter.bar("log-probs", len(batch), "row") as bar,
-    ):
+    batch = replace(batch, row_B=torch.arange(len(batch), device=logprobs_BT.device))
+    with learner.policy.autocast():
         for micro, _ in rank_microbatches(learner, batch, packed=scorer.packed):
             micro_logprobs_BT, micro_entropies_BT = scorer(*micro.scorer_inputs)
             # The longest completion of these rows may be shorter than that of the batch.
             t = micro_logprobs_BT.shape[1]
             logprobs_BT[micro.row_B, :t] = micro_logprobs_BT
             entropies_BT[micro.row_B, :t] = micro_entropies_BT
-            bar.update(len(micro.row_B))
     give_back(scorer)
     return logprobs_BT, entropies_BT
 
@@ -87,6 +80,5 @@ def top_entropy_mask(learner: Learner, batch: Batch) -> Tensor:
     _, entropies_BT = batch_logprobs_and_entropies(learner, learner.bare_scorer, every_row)
     entropies_N = entropies_BT[batch.loss_mask_BT].cpu()
     gathered_N = torch.cat(learner.world.gather_objects(entropies_N))
-    share = learner.config.algorithm.top_entropy_quantile
-    threshold = entropy_threshold(gathered_N, share).to(device=entropies_BT.device)
-    return batch.loss_mask_BT & (entropies_BT >= threshold)
+    threshold = entropy_threshold(gathered_N, learner.config.algorithm.top_entropy_quantile)
+    return batch.loss_mask_BT & (entropies_BT >= threshold.to(entropies_BT.device))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -41,7 +40,6 @@ from grpo.model import (
     num_parameters,
     resolve_model,
 )
-from grpo.model.lora import load_peft, read_adapter_config
 from grpo.rewards import RewardRunner, RewardSpec
 from grpo.rewards.code import check_rows
 from grpo.rollout import BuiltinEngine, Engine, split_stop
@@ -49,7 +47,7 @@ from grpo.run.memory import forget_chosen, try_largest_step
 from grpo.run.models import Models, build_models
 from grpo.run.objects import Objects
 from grpo.run.records import Learner, Log, Run, Sampler, Tasks
-from grpo.run.signals import Signals, ignore_save_signal
+from grpo.run.signals import Signals
 from grpo.run.steps import evaluation_is_due
 from grpo.run.summary import print_summary
 from grpo.run.user_functions import UserFunctions, load_user_functions
@@ -81,11 +79,14 @@ def prepare(config: Config, world: World, objects: Objects | None = None) -> Run
     Raises:
         ValueError: on a user error, with a message of one line.
     """
-    with contextlib.ExitStack() as on_failure:
+    on_failure = contextlib.ExitStack()
+    run = None
+    try:
         run = _prepare(config, world, objects, on_failure)
-        if run is not None:
-            on_failure.pop_all()  # the run closes everything at its own end
-        return run
+    finally:
+        if run is None:  # else the run closes everything at its own end
+            on_failure.close()
+    return run
 
 
 def _prepare(
@@ -94,7 +95,6 @@ def _prepare(
     objects: Objects | None,
     on_failure: contextlib.ExitStack,
 ) -> Run | None:
-    ignore_save_signal()
     world.check_same(settings_of_all_ranks(config))
     check_world_size(config, world.size)
     ends_process = objects is None or not world.is_alone
@@ -109,28 +109,24 @@ def _prepare(
             found = find_checkpoint(config, lock)
         inputs = _read_inputs(config, world, objects, on_failure)
     checkpoint, origin = world.from_main(found)
-    if world.is_main and checkpoint is not None and (objects.rewards or objects.tools):
-        print(
-            "note: rewards, tools and environments that are Python objects are not compared with "
-            "those of the steps before: after a change to one, take another output_dir"
-        )
 
-    path, reference = _resolve_models(config, world)
+    resolve = partial(
+        resolve_model,
+        dataset=config.data.dataset,
+        trust_remote_code=config.model.trust_remote_code,
+    )
+    reference = None
+    with world.main_first():  # the main rank builds or downloads the models
+        path = resolve(config.model.name_or_path)
+        if config.model.reference is not None and config.algorithm.beta > 0:
+            reference = resolve(config.model.reference)
     start = _find_start(config, world, inputs, path, reference, checkpoint, origin)
     progress = Progress.from_state(start.state)
     forget_chosen(progress, config)
 
     # Problems, and the number of steps.
     with world.fail_together():
-        tokenizer, train, evaluation = _tokenize(config, path, inputs)
-        if reference is not None:
-            check_reference(
-                reference,
-                tokenizer,
-                train.problems,
-                config.rollout.max_completion_length,
-                trust_remote_code=config.model.trust_remote_code,
-            )
+        tokenizer, train, evaluation = _tokenize(config, path, reference, inputs)
     schedule = Schedule(
         train.problems,
         prompts_per_step=config.rollout.prompts_per_step,
@@ -160,7 +156,10 @@ def _prepare(
     facts["from_step"] = progress.step
     facts["num_parameters"] = num_parameters(policy.model)
     facts["num_eval_problems"] = len(eval_problems)
-    _open_output(config, world, checkpoint, lock, facts)
+    with world.main_first():
+        if world.is_main:
+            start_output(config, checkpoint, lock)
+            append_line(Path(config.output_dir) / "starts.jsonl", facts)
     # In a folder of another run the line of the last step is not written, unless its evaluation is
     # still to be made.
     continues_here = checkpoint is not None and is_inside(checkpoint, config)
@@ -175,12 +174,11 @@ def _prepare(
     on_failure.callback(reporter.close)
 
     # Engine.
-    warn = partial(_print_from_rank, world, reporter)
     prompt_ids = train.problems[0].prompt_ids
-    engine = _build_engine(config, world, models, path, prompt_ids, warn)
+    engine = _build_engine(config, world, models, path, prompt_ids, reporter.print)
     on_failure.callback(engine.close)
     if inputs.tools is not None:
-        engine = TurnsEngine(engine, inputs.tools, config, warn=warn, num_ranks=world.size)
+        engine = TurnsEngine(engine, inputs.tools, config, warn=reporter.print, num_ranks=world.size)
         with world.fail_together():
             engine.check()
 
@@ -232,10 +230,6 @@ def _read_inputs(
     on_failure: contextlib.ExitStack,
 ) -> Inputs:
     """Load the user's functions and the rows, and check them against each other."""
-    if config.uses_lora:
-        load_peft()
-    if config.model.adapter is not None:
-        read_adapter_config(config.model.adapter)
     user = load_user_functions(config)
 
     specs = []
@@ -275,34 +269,17 @@ def _read_inputs(
         )
     check_reward_names(config.eval, rewards.names)
     metric = config.checkpoint.keep_best
-    known = metric_names(config.eval.num_sampled, rewards.names)
-    if metric and evaluation is None:
-        raise ConfigError(f"checkpoint.keep_best={metric} needs evaluations: set data.eval_split")
+    known = []
+    if evaluation is not None:
+        known = metric_names(config.eval.num_sampled, rewards.names)
     if metric and metric not in known:
-        raise ConfigError(f"checkpoint.keep_best={metric} is none of {', '.join(known)}")
+        remedy = ", ".join(known) or "set data.eval_split"
+        raise ConfigError(f"checkpoint.keep_best={metric} is no metric of an evaluation of this run: {remedy}")
 
     for note in rewards.notes:
         if world.is_main:
             print(note, flush=True)
     return Inputs(user, tools, rewards, train, evaluation)
-
-
-def _resolve_models(config: Config, world: World) -> tuple[str, str | None]:
-    """The folders or Hub ids of the model and of ``model.reference``.
-
-    The main rank builds or downloads them first.
-    """
-    resolve = partial(
-        resolve_model,
-        dataset=config.data.dataset,
-        trust_remote_code=config.model.trust_remote_code,
-    )
-    reference = None
-    with world.main_first():
-        path = resolve(config.model.name_or_path)
-        if config.model.reference is not None and config.algorithm.beta > 0:
-            reference = resolve(config.model.reference)
-    return path, reference
 
 
 def _find_start(
@@ -325,14 +302,10 @@ def _find_start(
             content["the evaluation rows"] = fingerprint(inputs.evaluation)
         model = model_digests("", path, with_weights=not world.is_alone)
 
-    read = {"the rows of data.dataset": rows[:12]}
-    for name, digest in model.items():
-        read[f"the content of model.name_or_path{name}"] = digest[:12]
     # Folders may have other names on other machines: the digests alone are compared.
-    digests = " ".join(sorted(content.values()))
-    others = "reward.functions, own loss or advantages, reference model, adapter or evaluation rows"
-    read[f"the content of {others}"] = sha256(digests.encode()).hexdigest()[:12]
-    world.check_same(read)
+    digests = " ".join(sorted([*content.values(), *model.values()]))
+    of_files = "the content of data.dataset, model.name_or_path, reward.functions or another file"
+    world.check_same({of_files: sha256((rows + digests).encode()).hexdigest()[:12]})
 
     with world.fail_together():
         content["the training rows"] = rows
@@ -346,6 +319,7 @@ def _find_start(
 def _tokenize(
     config: Config,
     path: str,
+    reference: str | None,
     inputs: Inputs,
 ) -> tuple[Any, ProblemSet, ProblemSet]:
     """The tokenizer, and the problems to train and to evaluate on.
@@ -353,6 +327,7 @@ def _tokenize(
     All fit into the model's context together with a completion.
     """
     trust = config.model.trust_remote_code
+    longest = config.rollout.max_completion_length
     tokenizer = load_tokenizer(path, trust_remote_code=trust, chat_template=config.model.chat_template)
     split_stop(tokenizer, config.rollout.stop)  # refuses strings that could never match
     make = partial(
@@ -362,28 +337,15 @@ def _tokenize(
         schemas_of=inputs.tools and inputs.tools.schemas_of,
     )
     train = make(inputs.train)
-    longest = config.rollout.max_completion_length
     check_context(path, train.problems, longest, trust_remote_code=trust)
+    if reference is not None:
+        check_reference(reference, tokenizer, train.problems, longest, trust_remote_code=trust)
     evaluation = ProblemSet([])
     if inputs.evaluation is not None:
         evaluation = make(inputs.evaluation)
     if evaluation.problems:
         check_eval_context(config, path, evaluation.problems)
     return tokenizer, train, evaluation
-
-
-def _open_output(
-    config: Config,
-    world: World,
-    checkpoint: Path | None,
-    lock: Lock,
-    facts: dict[str, Any],
-) -> None:
-    """Create and lock the output folder, and record this start there."""
-    with world.main_first():
-        if world.is_main:
-            start_output(config, checkpoint, lock)
-            append_line(Path(config.output_dir) / "starts.jsonl", facts)
 
 
 def _build_engine(
@@ -417,13 +379,3 @@ def _build_engine(
         probe_ids=prompt_ids,
         folder=config.output_dir,
     )
-
-
-def _print_from_rank(world: World, reporter: Reporter, text: str) -> None:
-    """Print a line about this rank, also if it is not the main one: a slow rank slows all down."""
-    if world.size > 1:
-        text = f"[rank {world.rank}] {text}"
-    if world.is_main:
-        reporter.print(text)
-    else:
-        print(text, file=sys.stderr, flush=True)

@@ -5,11 +5,10 @@ Shapes: ``P`` problems, ``G`` completions each, ``F`` reward functions.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
+import numpy
 import torch
-from torch import Tensor
 
 from grpo.algorithm.advantages import has_no_advantage, values_compared
 from grpo.algorithm.batch import Problem
@@ -67,8 +66,8 @@ def sample_and_score(
             completion.logged[column] = values[row]
     # A function that fails on a few substitutes alone is not broken.
     add_outcome(step.metrics, result, world, is_checked=not are_substitutes)
-    values_PGF = _with_nan(result.values).view(len(groups), sampling.num_generations, len(names))
-    return Rollout(groups, values_PGF)
+    values_BF = torch.from_numpy(numpy.array(result.values, dtype=numpy.float32))  # NaN for None
+    return Rollout(groups, values_BF.view(len(groups), sampling.num_generations, len(names)))
 
 
 def replace_equal_groups(run: Run, step: Step, rollout: Rollout) -> Rollout:
@@ -109,14 +108,6 @@ def replace_equal_groups(run: Run, step: Step, rollout: Rollout) -> Rollout:
     return Rollout(groups, values_PGF)
 
 
-def _with_nan(values: Sequence[Sequence[float | None]]) -> Tensor:
-    """The values of reward functions in fp32, with NaN in place of None."""
-    rows = []
-    for row in values:
-        rows.append([math.nan if value is None else value for value in row])
-    return torch.tensor(rows)
-
-
 def add_outcome(
     metrics: Accumulator,
     result: RewardResult,
@@ -128,23 +119,23 @@ def add_outcome(
 
     With ``is_checked``, UserError on all ranks if a function, or every environment, has failed.
     """
-    names = result.names
     failures = [failure for failure in result.environment_failures if failure]
-    outcome = {
-        "failed": result.failures,
-        "num_scored": len(result.values) - len(failures),
-        "num_environments": len(result.environment_failures),
-        "environment_failures": failures,
-        "metrics": list(result.metrics),
-    }
-    of_ranks = world.gather_objects(outcome)
+    counts = [
+        *result.failures,
+        len(result.values) - len(failures),
+        len(result.environment_failures),
+        len(failures),
+    ]
+    *failed, num_scored, num_environments, num_failed = world.sum(torch.tensor(counts)).tolist()
 
-    # All ranks must add the same names, and a function may log a metric on some ranks only.
-    for name, count in zip(names, result.failures, strict=True):
+    for name, count in zip(result.names, result.failures, strict=True):
         metrics.total(f"rewards/{name}/errors", count)
+    # All ranks must add the same names, and a function may log a metric on some ranks only.
     logged = set()
-    for rank in of_ranks:
-        logged.update(rank["metrics"])
+    first_failures = []
+    for names_of_rank, failures_of_rank in world.gather_objects((set(result.metrics), failures[:1])):
+        logged |= names_of_rank
+        first_failures += failures_of_rank
     for name in sorted(logged):
         total, count = result.metrics.get(name, (0.0, 0.0))
         metrics.add(LOGGED_PREFIX + name, total, count)
@@ -153,19 +144,10 @@ def add_outcome(
 
     # The environment of a completion that was cut before its first action has shown nothing, and is
     # not counted. Where most were cut, the few that acted may have failed by chance.
-    all_failures = []
-    for rank in of_ranks:
-        all_failures += rank["environment_failures"]
-    num_failed = len(all_failures)
-    num_scored = sum(rank["num_scored"] for rank in of_ranks)
-    num_environments = sum(rank["num_environments"] for rank in of_ranks)
-    are_most = num_failed > num_scored
-    if num_failed == num_environments and are_most:
-        failure = all_failures[0]
-        raise UserError(f"all {num_failed} environments of this step have failed, first with {failure}")
-
-    for f, name in enumerate(names):
-        count = sum(rank["failed"][f] for rank in of_ranks)
+    if num_failed == num_environments and num_failed > num_scored:
+        what = f"all {num_failed} environments of this step have failed"
+        raise UserError(f"{what}, first with {first_failures[0]}")
+    for name, count in zip(result.names, failed, strict=True):
         if num_scored and count == num_scored:
             trace = result.first_traceback.get(name, "")  # the runner has printed it
             error = trace.rstrip().rpartition("\n")[2] or "timeout"

@@ -21,12 +21,6 @@ SAME_SIGNAL_SECONDS = 3.0
 """Ctrl-C reaches a rank twice, from the terminal and from torchrun: signals this close together count as one."""
 
 
-def ignore_save_signal() -> None:
-    """Ignore SIGUSR1 until there is something to save: by default it would end the process."""
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-
-
 class Signals:
     """Signal handlers, installed from construction until :meth:`close`; none outside the main thread."""
 

@@ -14,9 +14,8 @@ from grpo.config import EvalConfig
 from grpo.distributed import Interrupted
 from grpo.evaluation.collect import eval_sampling, evaluate
 from grpo.evaluation.grading import Grader
-from grpo.run import debug
 from grpo.run.ending import print_result
-from grpo.run.metrics import report_details, step_line
+from grpo.run.metrics import report_completions, step_line
 from grpo.run.records import Run
 from grpo.run.step import Step
 from grpo.system import core_wait
@@ -53,7 +52,7 @@ def remaining_steps(run: Run) -> Iterator[Step]:
         step.metrics.maximum("time/frac_core_wait", waited / seconds)
         line = step_line(run, step)
         progress.complete_step(line)
-        report_details(run, step)
+        report_completions(run, step)
         log.reporter.step(line, evaluation_follows=_evaluation_is_due(run))
 
         log.saver.save_if_due(evaluate_if_due(run))
@@ -65,10 +64,7 @@ def remaining_steps(run: Run) -> Iterator[Step]:
         if stop and not is_last:
             raise Interrupted
 
-    if run.config.debug:
-        debug.show_verdict(run)
-    else:
-        print_result(run)
+    print_result(run)
 
 
 def evaluate_if_due(run: Run) -> dict[str, float]:
@@ -76,41 +72,10 @@ def evaluate_if_due(run: Run) -> dict[str, float]:
     progress = run.progress
     if not _evaluation_is_due(run):
         return {}
-    metrics = _evaluate(run)
-    progress.evaluated_step = progress.step
-    if progress.step == 0:
-        progress.before = metrics
-    elif progress.step == run.max_steps:
-        run.log.reporter.print(evaluation_table(progress.before, metrics))
-    return metrics
 
-
-def _evaluation_is_due(run: Run) -> bool:
-    has_problems = bool(run.tasks.eval_problems)
-    return has_problems and evaluation_is_due(run.progress, run.config.eval, run.max_steps)
-
-
-def evaluation_is_due(
-    progress: Progress,
-    settings: EvalConfig,
-    max_steps: int,
-) -> bool:
-    """True if the newest weights are to be evaluated, and have not been."""
-    step = progress.step
-    if progress.evaluated_step == step or step > max_steps:
-        return False
-    if step == 0:
-        return settings.before_training
-    is_regular = settings.every is not None and step % settings.every == 0
-    return is_regular or step == max_steps
-
-
-def _evaluate(run: Run) -> dict[str, float]:
-    """Evaluate all problems and report the metrics."""
     config = run.config
     world = run.world
     reporter = run.log.reporter
-    step = run.progress.step
     problems = run.tasks.eval_problems
     sampling = replace(
         eval_sampling(config),
@@ -134,9 +99,36 @@ def _evaluate(run: Run) -> dict[str, float]:
             seed=config.seed,
             on_problems=bar.update,
         )
-    reporter.evaluation(step, evaluation.metrics, evaluation.intervals, seconds["eval"])
+    metrics = evaluation.metrics
+    reporter.evaluation(progress.step, metrics, evaluation.intervals, seconds["eval"])
     if evaluation.num_unscored:
         reporter.print(
             f"warning: {evaluation.num_unscored} completions of this evaluation could not be scored and count as wrong"
         )
-    return evaluation.metrics
+
+    progress.evaluated_step = progress.step
+    if progress.step == 0:
+        progress.before = metrics
+    elif progress.step == run.max_steps:
+        reporter.print(evaluation_table(progress.before, metrics))
+    return metrics
+
+
+def _evaluation_is_due(run: Run) -> bool:
+    has_problems = bool(run.tasks.eval_problems)
+    return has_problems and evaluation_is_due(run.progress, run.config.eval, run.max_steps)
+
+
+def evaluation_is_due(
+    progress: Progress,
+    settings: EvalConfig,
+    max_steps: int,
+) -> bool:
+    """True if the newest weights are to be evaluated, and have not been."""
+    step = progress.step
+    if progress.evaluated_step == step or step > max_steps:
+        return False
+    if step == 0:
+        return settings.before_training
+    is_regular = settings.every is not None and step % settings.every == 0
+    return is_regular or step == max_steps

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -16,8 +15,6 @@ from grpo.run.records import Run
 
 COMPARE_TEXT = ("accuracy", "pattern_answer", "exact_or_stripped")
 """Rewards to which the text of an answer is the answer; math_verify reads worked solutions."""
-INSIDE_OF_BOX = r"\\boxed\{((?:[^{}]|\{(?1)\})*)\}"
-"""A pattern for ``data.answer_pattern``: the content of the first box, also with braces in it."""
 
 
 def print_summary(
@@ -107,15 +104,6 @@ def warnings_of(
     """Notes on settings and data that make a run wrong or useless without an error."""
     algorithm = config.algorithm
     rollout = config.rollout
-    # A rate that is usual for all weights hardly moves adapters.
-    if config.uses_lora and config.optim.learning_rate <= 3e-6:
-        yield "note: LoRA adapters take about ten times the learning rate of all weights"
-    names = re.findall(r"\{([A-Za-z_]\w*)[.\w]*\}", config.data.question_template or "")
-    unknown = set(names) - {"prompt"}
-    for problem in train[:1]:
-        unknown -= problem.columns.keys()
-    for name in sorted(unknown):
-        yield f"warning: data.question_template: {{{name}}} is no column, and stays as it is"
     for key, reason in keys_without_effect(config).items():
         yield f"note: {key} has no effect {reason}"
 
@@ -124,11 +112,14 @@ def warnings_of(
         num_shared = count_shared(train, evaluation)
         if num_shared:
             yield f"warning: {num_shared} of the evaluation problems are also in the training data"
-    for function in config.reward.functions:
-        column = function.args.get("column", "answer")
-        if function.name in COMPARE_TEXT and column == "answer":
-            yield from _worked_solutions(function.name, train)
-            break
+    comparing = [f.name for f in config.reward.functions if f.name in COMPARE_TEXT]
+    answers = [str(problem.columns.get("answer")) for problem in train]
+    num_worked = sum("####" in answer or "\\boxed{" in answer for answer in answers)
+    if comparing and num_worked:
+        yield (
+            f"warning: {num_worked} of {len(train)} answers contain #### or \\boxed, and {comparing[0]} "
+            "compares the whole text: data.answer_pattern takes the answer out (docs/data.md)"
+        )
 
     corrects = algorithm.sampler_correction != "none" or algorithm.objective == "dppo_tv"
     if rollout.engine == "vllm" and not corrects:
@@ -143,18 +134,4 @@ def warnings_of(
             f"warning: {filters}: tokens come from a truncated distribution and log-probs from "
             "the whole one, so the gradient estimate is biased; rollout.keep_sampling_mask=true "
             "of the built-in engine removes the bias"
-        )
-
-
-def _worked_solutions(reward: str, train: Sequence[Problem]) -> Iterator[str]:
-    """A warning of answers that are worked solutions, to which no answer of a model is equal."""
-    count = 0
-    for problem in train:
-        answer = str(problem.columns.get("answer"))
-        count += "####" in answer or "\\boxed{" in answer
-    if count:
-        yield (
-            f"warning: {count} of {len(train)} answers contain #### or \\boxed, and {reward} "
-            "compares the whole text: data.answer_pattern='####\\s*(.+)' takes the answer out, or "
-            f"'{INSIDE_OF_BOX}'"
         )

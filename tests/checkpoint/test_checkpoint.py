@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from grpo.checkpoint import format as checkpoint
 from grpo.checkpoint.format import Trained, find_newest_valid, list_checkpoints, problem, read_state, restore
+from grpo.config import OptimConfig
 from grpo.distributed import save_tensors
 from grpo.model import make_reference
 from grpo.run.optimizer import make_optimizer
@@ -27,7 +28,7 @@ def trained(folder, updates: int = 3) -> Trained:
     """A policy, an optimizer that has moments, and a reference that has moved."""
     policy = load(folder)
     reference = make_reference(policy.model)
-    optimizer = make_optimizer(policy.model, learning_rate=1e-3, betas=(0.9, 0.99), weight_decay=0.1)
+    optimizer = make_optimizer(policy.model, OptimConfig(learning_rate=1e-3, betas=(0.9, 0.99), weight_decay=0.1))
     things = Trained(policy, optimizer, dict(reference.named_parameters()))
     for _ in range(updates):
         update(things)

@@ -28,7 +28,7 @@ def refused(capsys, tmp_path, *arguments: str) -> str:
 # Before the model is looked at, which would fail, and say something else. {rows}: a file of rows that are right.
 BEFORE_THE_MODEL = """
     rollout.num_generation=4 -> rollout.num_generations
-    runtime.parallel=fsdp runtime.offload=optimizer -> offload=optimizer needs at least 2 processes
+    runtime.parallel=fsdp runtime.offload=all -> offload=all needs at least 2 processes
     runtime.device=cuda -> runtime.device=cpu
     model.adapter=./nowhere -> adapter_config.json
     reward.functions=[acuracy] -> accuracy

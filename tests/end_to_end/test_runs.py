@@ -65,7 +65,6 @@ def test_a_reward_that_scored_nothing_has_no_mean():
     metrics = reward_metrics(["some", "none"], values_PGF, values_PGF[..., 0])
     assert metrics["rewards/some/mean"] == pytest.approx(2e38) and metrics["rewards/some/std"] == pytest.approx(1e38)
     assert metrics["reward_std"] == pytest.approx(1e38), "of 1e38, 2e38 and 3e38, as in TRL"
-    assert metrics["reward_group_std"] == pytest.approx((0.5e38 * 2**0.5 + 0) / 2), "0 for a single reward"
     for name in ("rewards/none/mean", "rewards/none/std"):
         assert json_safe(metrics)[name] is None
     assert json_safe(reward_metrics(["none"], values_PGF[..., 1:], values_PGF[..., 1]))["reward"] is None
@@ -90,14 +89,12 @@ def test_bf16_and_masking_and_minibatches(tmp_path, random_model):
 def test_debug_shows_and_checks(tmp_path, random_model):
     done = run_trainer(*small_run(random_model, tmp_path / "run"), "--debug")
     for text in (
-        "sequence_ids_BS", "int64", "cpu", "rollout ", "completion 0:", "advantage ", "<|im_start|>user",
-        "checked   all finite, masks = lengths, last tokens inside\n",
-        "checked   ratio of the first update: 1.000000\n",
-        "checked   kl of the first update: 0.000000\n",
+        "sequence_ids_BS", "int64", "cpu", "completion 0:", "advantage ", "<|im_start|>user",
+        "checked   all values are finite\n",
+        "\nratio of the first update: 1.000000\n",
+        "\nkl of the first update: 0.000000\n",
         "step 2/2",
         "\nreference answer: ",
-        "\nverdict   no check has failed\n",
-        "\nnext      ",
     ):  # fmt: skip
         assert text in done.stdout
     assert not list((tmp_path / "run-debug").glob("checkpoint-*"))

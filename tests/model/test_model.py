@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from grpo.algorithm.batch import Problem
 from grpo.algorithm.logprobs import CompletionScorer
+from grpo.config import OptimConfig
 from grpo.model import (
     Policy,
     check_context,
@@ -113,7 +114,7 @@ def test_end_tokens_are_the_union(policy):
 
 def test_weight_decay_is_for_matrices(random_model):
     model = load(random_model).model
-    decayed, free = make_optimizer(model, learning_rate=1e-3, betas=(0.9, 0.99), weight_decay=0.1).param_groups
+    decayed, free = make_optimizer(model, OptimConfig(weight_decay=0.1)).param_groups
     assert (decayed["weight_decay"], free["weight_decay"]) == (0.1, 0.0)
     assert {p.dim() for p in decayed["params"]} == {2} and {p.dim() for p in free["params"]} == {1}
     assert len(decayed["params"]) + len(free["params"]) == len(list(model.parameters()))
@@ -178,7 +179,8 @@ def test_a_reference_that_would_change_stays_in_fp32(random_model, fails):
 
 def rates(name: str, steps: int = 10, warmup: float = 0, min_lr=None) -> list[float]:
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2, 2))], lr=1.0)
-    schedule = make_lr_schedule(optimizer, name=name, num_updates=steps, warmup_steps=warmup, min_lr=min_lr)
+    settings = OptimConfig(lr_scheduler_type=name, warmup_steps=warmup, min_lr=min_lr)
+    schedule = make_lr_schedule(optimizer, settings, num_updates=steps)
     found = []
     for _ in range(steps):
         found.append(optimizer.param_groups[0]["lr"])
