@@ -40,9 +40,8 @@ from grpo.run.metrics import record_microbatch
 from grpo.run.optimizer import apply_update, sync_reference_if_due
 from grpo.run.passes import batch_logprobs, rank_microbatches, top_entropy_mask
 from grpo.run.prepare import prepare
-from grpo.run.records import Learner, Run
+from grpo.run.records import Learner, Run, Step
 from grpo.run.rollouts import replace_equal_groups, sample_and_score
-from grpo.run.step import Step
 from grpo.run.steps import remaining_steps
 from grpo.telemetry.terminal import exit_with_user_error, survive_lost_readers
 

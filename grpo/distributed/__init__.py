@@ -9,7 +9,6 @@ single process.
 
 from grpo.distributed.launch import available_cores, launch_environment, set_cpu_threads, start_world
 from grpo.distributed.parallel import (
-    abandon_pass,
     compute_inside,
     gathered,
     give_back,

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -155,23 +154,6 @@ def give_back(root: nn.Module) -> None:
     """Free the root group's whole weights, which a pass without gradient leaves in memory."""
     if is_sharded(root):
         root.reshard()
-
-
-def abandon_pass(root: nn.Module) -> None:
-    """Make a sharded module ready for another pass, inside the handler of the exception that ended
-    the last one.
-
-    Raises:
-        ValueError: with the text of that exception, before torch 2.12, where nothing makes it
-            ready.
-    """
-    if not hasattr(root, "reset_iter_state"):
-        raise ValueError(
-            f"a pass of the sharded model failed, and torch {torch.__version__} cannot begin another: "
-            "install torch 2.12 or later, or, where memory ran out, lower optim.tokens_per_microbatch; "
-            f"it failed with: {sys.exception()}"
-        )
-    root.reset_iter_state()
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

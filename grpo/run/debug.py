@@ -6,8 +6,7 @@ import textwrap
 
 from torch import Tensor
 
-from grpo.run.records import Learner, Run
-from grpo.run.step import Step
+from grpo.run.records import Learner, Run, Step
 from grpo.telemetry.accumulator import Accumulator
 
 

@@ -15,7 +15,7 @@ import torch
 from grpo.algorithm.batch import Completion, Group, Problem, collate, microbatch_rows
 from grpo.checkpoint.saver import Progress
 from grpo.config import Config
-from grpo.distributed import abandon_pass, gradient_sync
+from grpo.distributed import gradient_sync
 from grpo.run.records import Learner, Run
 
 OUT_OF_MEMORY = (
@@ -113,8 +113,8 @@ def _fit(learner: Learner, key: str, most: int, least: int, attempt: Callable) -
         except Exception as error:
             if not re.search(OUT_OF_MEMORY, repr(error)):
                 raise
-            if learner.is_sharded:
-                abandon_pass(learner.bare_scorer)
+            if learner.is_sharded:  # no other pass can begin after one that failed
+                raise ValueError(f"{problem}: try {max(tokens // 2, least)}") from error
             if tokens <= least:
                 raise ValueError(
                     f"{problem}, and not even one of them fits: "

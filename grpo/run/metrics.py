@@ -18,8 +18,7 @@ from grpo.algorithm.advantages import has_equal_rewards, values_compared
 from grpo.algorithm.batch import Batch, Group
 from grpo.config.algorithm import AlgorithmConfig
 from grpo.run.passes import batch_logprobs
-from grpo.run.records import Run
-from grpo.run.step import Step
+from grpo.run.records import Run, Step
 from grpo.telemetry.accumulator import Accumulator
 from grpo.telemetry.samples import sample_records
 from grpo.turns.metrics import add_turns

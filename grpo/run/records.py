@@ -1,21 +1,25 @@
-"""A run as four records: each holds the parts of one concern, built once by :func:`grpo.run.prepare.prepare`.
+"""A run as four records, each of one concern, and a step in progress.
 
-A function takes the record that it needs. Records never change; what changes during a run are the
-weights and states inside of their parts, and :class:`grpo.checkpoint.saver.Progress`.
+:func:`grpo.run.prepare.prepare` builds the records once, and a function takes the one that it needs.
+They never change; what changes during a run are the weights and states inside of their parts, and
+:class:`grpo.checkpoint.saver.Progress`.
+
+Shapes: ``P`` problems, ``G`` completions each, ``F`` reward functions, ``B`` rows, ``T`` completion
+tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from grpo.algorithm.advantages import OwnAdvantages
-from grpo.algorithm.batch import Problem
+from grpo.algorithm.batch import Batch, Group, Problem
 from grpo.algorithm.choices import Objective
 from grpo.algorithm.logprobs import CompletionScorer
 from grpo.algorithm.loss import OwnObjective
@@ -29,6 +33,7 @@ from grpo.rewards import RewardRunner
 from grpo.rewards.calls import TrainerState
 from grpo.rollout import Engine, SamplingParams, engine_with_weights
 from grpo.run.signals import Signals
+from grpo.telemetry.accumulator import Accumulator
 from grpo.telemetry.reporter import Reporter
 from grpo.turns.tools import Tools
 
@@ -50,7 +55,7 @@ class Learner:
     optimizer: torch.optim.Optimizer
     lr_schedule: LRScheduler
     reporter: Reporter
-    """Shows bars and warnings."""
+    """Shows warnings."""
     objective: Objective | OwnObjective
     """The loss of a token: a name, or a function of the user."""
     user_advantages: OwnAdvantages | None = None
@@ -153,3 +158,53 @@ class Run:
         self.log.reporter.close()
         self.log.signals.close()
         self.log.lock.release()
+
+
+PHASES = ("rollout", "reward", "logprobs", "update", "eval")
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """This rank's completions of a step, and their rewards."""
+
+    groups: Sequence[Group]
+    values_PGF: Tensor
+    """The value of each reward function, fp32; NaN where it gave none."""
+
+
+@dataclass
+class Step:
+    """One step of a run."""
+
+    number: int
+    """Counted from 0."""
+    metrics: Accumulator = field(default_factory=Accumulator)
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    """Of each phase on this rank."""
+    groups: Sequence[Group] = ()
+    """The groups of this rank."""
+    values_PGF: Tensor | None = None
+    """Values of the reward functions for the completions of all ranks."""
+    rewards_PG: Tensor | None = None
+    """Rewards of the completions of all ranks."""
+    batch: Batch | None = None
+    """The rows of this rank."""
+    reported_old_BT: Tensor | None = None
+    """Old log-probs, for the records of completions.
+
+    They start as the sampler's. The first iteration over the batch overwrites the rows that it computes.
+    """
+
+    def keep_for_metrics(
+        self,
+        groups: Sequence[Group],
+        values_PGF: Tensor,
+        rewards_PG: Tensor,
+        batch: Batch,
+    ) -> None:
+        """Keep what the metrics and the records of completions need at the end of the step."""
+        self.groups = groups
+        self.values_PGF = values_PGF
+        self.rewards_PG = rewards_PG
+        self.batch = batch
+        self.reported_old_BT = batch.sampling_logprobs_BT.clone()

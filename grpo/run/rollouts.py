@@ -15,8 +15,7 @@ from grpo.algorithm.batch import Problem
 from grpo.distributed import World
 from grpo.rewards import RewardResult
 from grpo.rewards.scores import score_groups
-from grpo.run.records import Run
-from grpo.run.step import Rollout, Step
+from grpo.run.records import Rollout, Run, Step
 from grpo.system import UserError
 from grpo.telemetry.accumulator import Accumulator
 from grpo.telemetry.records import LOGGED_PREFIX

@@ -16,8 +16,7 @@ from grpo.evaluation.collect import eval_sampling, evaluate
 from grpo.evaluation.grading import Grader
 from grpo.run.ending import print_result
 from grpo.run.metrics import report_completions, step_line
-from grpo.run.records import Run
-from grpo.run.step import Step
+from grpo.run.records import Run, Step
 from grpo.system import core_wait
 from grpo.telemetry.console import evaluation_table
 

@@ -31,9 +31,23 @@ def print_summary(
         checkpoint: the one that the run continues from.
     """
     config = run.config
+    rollout = config.rollout
+    algorithm = config.algorithm
+    model = run.learner.policy.model
     eval_problems = run.tasks.eval_problems
+    millions = num_parameters(model) / 1e6
+    trained = num_parameters(model, trained=True) / 1e6
+    built_in = f"baseline {algorithm.baseline}, scale {algorithm.scale}"
     lines = [
-        *_facts(run),
+        f"model     {config.model.name_or_path}, {millions:.2f}M parameters, {trained:.2f}M of "
+        f"them trained; {config.runtime.precision} on {run.world.device.type}",
+        f"step      {rollout.prompts_per_step} problems x {rollout.num_generations} completions, "
+        f"{run.world.size} rank(s), {algorithm.updates_per_step} update(s); "
+        f"{run.max_steps} steps, {run.tasks.problems.steps_per_epoch} to an epoch",
+        f"algorithm {algorithm.name}: {algorithm.advantages or built_in}; {algorithm.objective}, "
+        f"{algorithm.aggregation}, beta {algorithm.beta:g}, sampler correction "
+        f"{algorithm.sampler_correction}",
+        f"output    {config.output_dir}, checkpoint.save_steps={config.checkpoint.save_steps}; {how_to_continue(config)}",
         data_line(config.data, train, evaluation, len(eval_problems)),
         *train.notes,
         *warnings_of(config, train.problems, eval_problems),
@@ -47,36 +61,6 @@ def print_summary(
         lines.append(f"resuming  {checkpoint} at step {run.progress.step}, learning rate {rate:.3g}")
     for line in filter(None, lines):
         run.log.reporter.print(line)
-
-
-def _facts(run: Run) -> Iterator[str]:
-    """Lines on the model, the sizes of a step, the algorithm and the output."""
-    config = run.config
-    model = run.learner.policy.model
-    millions = num_parameters(model) / 1e6
-    trained = num_parameters(model, trained=True) / 1e6
-    yield (
-        f"model     {config.model.name_or_path}, {millions:.2f}M parameters, {trained:.2f}M of "
-        f"them trained; {config.runtime.precision} on {run.world.device.type}"
-    )
-
-    rollout = config.rollout
-    algorithm = config.algorithm
-    yield (
-        f"step      {rollout.prompts_per_step} problems x {rollout.num_generations} completions, "
-        f"{run.world.size} rank(s), {algorithm.updates_per_step} update(s); "
-        f"{run.max_steps} steps, {run.tasks.problems.steps_per_epoch} to an epoch"
-    )
-    built_in = f"baseline {algorithm.baseline}, scale {algorithm.scale}"
-    yield (
-        f"algorithm {algorithm.name}: {algorithm.advantages or built_in}; {algorithm.objective}, "
-        f"{algorithm.aggregation}, beta {algorithm.beta:g}, sampler correction "
-        f"{algorithm.sampler_correction}"
-    )
-    yield (
-        f"output    {config.output_dir}, checkpoint.save_steps={config.checkpoint.save_steps}; "
-        f"{how_to_continue(config)}"
-    )
 
 
 def data_line(

@@ -19,8 +19,7 @@ from grpo.algorithm.batch import AllowedTokens, Completion, Group, Problem, coll
 from grpo.config import load_config, make_config
 from grpo.distributed import start_world, wrap_data_parallel
 from grpo.run.prepare import prepare
-from grpo.run.records import Run
-from grpo.run.step import Step
+from grpo.run.records import Run, Step
 from train_grpo import update, with_old_and_ref_logprobs
 
 P, G = 6, 4

@@ -27,7 +27,7 @@ from grpo.model.lora import (
 )
 from grpo.rollout import BuiltinEngine, SamplingParams
 from grpo.run.prepare import prepare
-from grpo.run.step import Step
+from grpo.run.records import Step
 from train_grpo import main, update
 
 SETTINGS = dict(

@@ -179,7 +179,7 @@ def test_a_reference_that_would_change_stays_in_fp32(random_model, fails):
 
 def rates(name: str, steps: int = 10, warmup: float = 0, min_lr=None) -> list[float]:
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2, 2))], lr=1.0)
-    settings = OptimConfig(lr_scheduler_type=name, warmup_steps=warmup, min_lr=min_lr)
+    settings = OptimConfig(learning_rate=1.0, lr_scheduler_type=name, warmup_steps=warmup, min_lr=min_lr)
     schedule = make_lr_schedule(optimizer, settings, num_updates=steps)
     found = []
     for _ in range(steps):

@@ -1,7 +1,6 @@
 """The summary that is printed before the first step."""
 
 import pytest
-import regex
 from conftest import load
 
 from grpo.algorithm.batch import Problem
@@ -10,7 +9,7 @@ from grpo.config import Config, DataConfig
 from grpo.data import ProblemSet
 from grpo.rewards import load_reward
 from grpo.rollout import check_model
-from grpo.run.summary import INSIDE_OF_BOX, data_line, warnings_of
+from grpo.run.summary import data_line, warnings_of
 
 
 def problems(start: int, end: int) -> list[Problem]:
@@ -26,23 +25,16 @@ def test_evaluation_problems_that_are_trained_on_are_counted():
 
 
 def test_worked_solutions_as_reference_answers_are_noticed():
-    def warned(*functions):
-        config = Config.model_validate({"reward": {"functions": functions}})
-        train = [
-            Problem(0, "1 + 2", (0,), {"answer": "1 + 2 = 3 #### 3"}),
-            Problem(1, "3", (1,), {"answer": [r"So $x = \boxed{3}$."]}),
-            Problem(2, "4", (2,), {"answer": "4"}),
-            Problem(3, "5", (3,), {"answer": None}),
-        ]
+    answers = ["1 + 2 = 3 #### 3", [r"So $x = \boxed{3}$."], "4", None]
+    train = [Problem(n, "question", (n,), {"answer": answer}) for n, answer in enumerate(answers)]
+
+    def warned(name):
+        config = Config.model_validate({"reward": {"functions": [name]}})
         return [line for line in warnings_of(config, train, []) if "answers contain" in line]
 
-    (line,) = warned("accuracy", "exact_or_stripped")
+    (line,) = warned("accuracy")
     assert line.startswith("warning: 2 of 4 answers contain #### or \\boxed, and accuracy compares the whole text: ")
-    assert r"data.answer_pattern='####\s*(.+)'" in line
-    assert INSIDE_OF_BOX in line
-    assert not warned({"name": "accuracy", "args": {"column": "gold"}})
-    assert not warned("my.py:reads_solutions")
-    assert not warned("math_verify", "r1_zero")
+    assert not warned("math_verify")
 
 
 @pytest.mark.parametrize("name", ["math_verify", "r1_zero"])
@@ -53,11 +45,6 @@ def test_rewards_without_that_warning_read_worked_solutions(name):
     solutions = ["48/2 = <<48/2=24>>24, and 48+24 = <<48+24=72>>72.\n#### 72", r"So $x = \boxed{72}$, not 24."]
     assert reward(["", ""], [right, right], answer=solutions) == [1.0, 1.0]
     assert reward(["", ""], [right.replace("72", "24")] * 2, answer=solutions) == [0.0, 0.0]
-
-
-def test_the_pattern_of_the_warning_reads_the_box():
-    solution = r"So $x = \boxed{\frac{5}{2}}$, which is 2.5."
-    assert regex.search(INSIDE_OF_BOX, solution)[1] == r"\frac{5}{2}"
 
 
 def test_problems_that_are_left_out_are_counted():
@@ -98,9 +85,3 @@ def test_packing_is_what_fast_decode_needs(random_model):
     assert check_model(policy, scorer) is None and policy.is_llama
 
 
-def test_a_learning_rate_of_full_training_with_adapters_is_noticed():
-    def notes(**sections):
-        return [line for line in warnings_of(Config.model_validate(sections), [], []) if "LoRA" in line]
-
-    assert "about ten times the learning rate" in notes(lora={"rank": 8})[0]
-    assert not notes(lora={"rank": 8}, optim={"learning_rate": 1e-5}) and not notes(optim={"learning_rate": 1e-6})

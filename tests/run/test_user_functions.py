@@ -26,17 +26,8 @@ def advantages(rewards_PG, values_PGF):
 def per_row(logprobs_BT, ratio_BT, A_B1, mask_BT, bounds):
     return clip(logprobs_BT, ratio_BT, A_B1, mask_BT, bounds).sum(dim=1)
 
-def no_gradient(logprobs_BT, ratio_BT, A_B1, mask_BT, bounds):
-    return logprobs_BT.detach() * A_B1
-
 def likelihood(logprobs_BT, ratio_BT, A_B1, mask_BT, bounds):
     return -logprobs_BT
-
-def scalar(logprobs_BT, ratio_BT, A_B1, mask_BT, bounds):
-    return (logprobs_BT * A_B1).mean()
-
-def numpy_array(logprobs_BT, ratio_BT, A_B1, mask_BT, bounds):
-    return (logprobs_BT * A_B1).detach().numpy()
 
 def not_at_1(logprobs_BT, ratio_BT, A_B1, mask_BT, bounds):
     return (ratio_BT - 1).abs() / (ratio_BT - 1) * A_B1
@@ -57,12 +48,6 @@ def largest_advantage(logprobs_BT, ratio_BT, A_B1, mask_BT, bounds):
 def fails(logprobs_BT, ratio_BT, A_B1, mask_BT, bounds):
     return {}["a"]
 
-def one_argument(rewards_PG):
-    return rewards_PG
-
-def per_problem(rewards_PG, values_PGF):
-    return rewards_PG.nanmean(dim=1)
-
 constant = 3
 """
 
@@ -70,20 +55,15 @@ constant = 3
 @pytest.mark.parametrize(
     ("key", "name", "message"),
     [
-        ("objective", "per_row", r"must return a tensor of shape \(3, 2\), got \(3,\)"),
-        ("objective", "no_gradient", "the loss has no gradient: compute it from logprobs_BT or ratio_BT"),
-        ("objective", "scalar", r"got \(\)"),
-        ("objective", "numpy_array", "got ndarray"),
-        ("objective", "not_at_1", "loss nan or gradient .* is not finite"),
-        ("objective", "over_rows", "the loss of a row depends on the other rows or on"),
+        ("objective", "per_row", r"must return a loss of shape \[B, T\] = \(3, 2\), got \(3,\)"),
+        ("objective", "not_at_1", r"the loss \(nan\) is not finite"),
+        ("objective", "over_rows", "that of a row depends on the other rows or on"),
         ("objective", "per_width", "or on the number of padding columns, and so the update on how the batch is cut"),
-        ("objective", "gradient_of_the_mean", "the loss of a row depends on the other rows"),
-        ("objective", "largest_advantage", "the loss of a row depends on the other rows"),
-        ("objective", "fails", r"\(line 43\) raised KeyError: 'a'"),
+        ("objective", "gradient_of_the_mean", "that of a row depends on the other rows"),
+        ("objective", "largest_advantage", "that of a row depends on the other rows"),
+        ("objective", "fails", r"\(line 34\) raised KeyError: 'a'"),
         ("objective", "missing", "there is no function of that name"),
         ("objective", "constant", "there is no function of that name"),
-        ("advantages", "one_argument", "TypeError: one_argument.. takes 1 positional argument but 2 were given"),
-        ("advantages", "per_problem", r"must return a tensor of shape \(2, 8\), got \(2,\)"),
     ],
 )
 def test_a_mistake_is_one_line_before_the_run_starts(tmp_path, key, name, message):
