@@ -1,19 +1,17 @@
-"""Measures and checks a GPU in one call of at most nine minutes, figures first.
+"""Measures and checks a GPU in one call of at most nine minutes.
 
     python benchmarks/gpu.py
     python benchmarks/gpu.py --list                               all names, with their criteria
-    python benchmarks/gpu.py --only all --only kill_and_resume    some of them
+    python benchmarks/gpu.py --only step --only kill_and_resume   some of them
     python benchmarks/gpu.py --device cpu --shape small           tries the command itself
 
 It needs torch, transformers and numpy, and no network. Checks that start the trainer also need the
-wheels of pydantic, pydantic-core, annotated-types, typing-inspection, cloudpickle and pyarrow;
-TRL's step needs trl. Parts whose packages are missing are left out, and the results say so.
+wheels of pydantic, pydantic-core, annotated-types, typing-inspection, cloudpickle and pyarrow:
+without them they are not run.
 
-The model has the shape of Qwen2.5-0.5B and random weights. Each figure or check runs in a fork of
-this process, which itself never uses the GPU, so that a crash or hang stops no other. Figures have
-the machine for themselves; checks, which wait for the CPU, run beside each other. After each,
-``benchmarks/results/gpu.md`` and ``gpu.json`` are written. The exit code is 0 only if every figure
-and check passed; TRL's step does not count.
+The model has the shape of Qwen2.5-0.5B and random weights. Each part runs in a fork of this
+process, which itself never uses the GPU, so that a crash or hang stops no other. After each,
+``benchmarks/results/gpu.md`` and ``gpu.json`` are written. The exit code is 0 only if all passed.
 """
 
 from __future__ import annotations
@@ -26,7 +24,6 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from unittest import SkipTest
@@ -43,41 +40,30 @@ from common import RESULTS, parser
 from gpu_step import SIZES, Bench, forked
 
 SECONDS = 530
-"""Seconds of the whole command. A figure or check that has not ended by then is stopped."""
+"""Seconds of the whole command. A part that has not ended by then is stopped."""
 LIMIT_S = 240
-"""Most seconds of a figure, and of all checks together."""
+"""Most seconds of a part."""
 
-FIGURES = {
-    "machine": (figures.machine,),
-    "exact": (figures.exact,),
-    # The other argument: whether with graphs.
-    "plain": (figures.step, False),
-    "all": (figures.step, True),
-    "trl": (figures.trl,),
+JOBS = {
+    "machine": figures.machine,
+    "exact": figures.exact,
+    "step": figures.step,
+    "graphs_bf16": partial(checks.graphs, "bf16"),
+    "graphs_fp32": partial(checks.graphs, "fp32"),
+    "kill_and_resume": checks.kill_and_resume,
+    "nccl": checks.nccl,
 }
-"""By name: a function, whose docstring is the criterion, and its arguments."""
-CHECKS = {
-    "kill_and_resume": (checks.kill_and_resume,),
-    "nccl_alone": (checks.ranks, "nccl", 1),
-    "gloo_two_ranks": (checks.ranks, "gloo", 2),
-    "graphs_bf16": (checks.graphs, "bf16"),
-    "graphs_fp32": (checks.graphs, "fp32"),
-    "memory": (checks.memory,),
-}
-if torch.cuda.device_count() > 1:
-    CHECKS["nccl_two_ranks"] = (checks.ranks, "nccl", 2)
-JOBS = FIGURES | CHECKS
+"""By name: a function, whose docstring is the criterion."""
 
 
 def run_here(name: str, bench: Bench) -> None:
-    """Run a figure or check in this process, a fork, and write its result."""
+    """Run a part in this process, a fork, and write its result."""
     os.setsid()
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{bench.scratch}/cache-{name}"
-    function, *arguments = JOBS[name]
     begun = time.monotonic()
     found = {}
     try:
-        found = function(bench, *arguments)
+        found = JOBS[name](bench=bench)
         wrong = found.pop("wrong", "")
         result = f"failed: {wrong}" if wrong else "passed"
     except SkipTest as reason:
@@ -89,33 +75,21 @@ def run_here(name: str, bench: Bench) -> None:
     os._exit(0)  # without waiting for processes that the function has left
 
 
-def run_apart(names: list[str], bench: Bench, end: float) -> Iterator[dict]:
-    """Run these side by side, each in a fork, and yield their results.
-
-    Those that have not ended at the time ``end`` are stopped.
-    """
-    processes = []
-    for name in names:
-        run = partial(run_here, name, bench)
-        log = bench.scratch / f"{name}.log"
-        processes.append(forked(run, log))
-    for name, process in zip(names, processes, strict=True):
-        left = end - time.monotonic()
-        process.join(max(left, 0))
-        row = {
-            "name": name,
-            "result": f"failed: exit status {process.exitcode}",
-        }
-        if process.exitcode is None:
-            row["result"] = "not run: not done in time"
-        elif process.exitcode == 0:
-            text = (bench.scratch / f"{name}.json").read_text()
-            row |= json.loads(text, parse_float=lambda number: float(f"{float(number):.4g}"))
-        process.kill()
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.join()
-        yield row
+def run_apart(name: str, bench: Bench, end: float) -> dict:
+    """Run a part in a fork, which is stopped at the time ``end``; its result."""
+    process = forked(partial(run_here, name, bench), bench.scratch / f"{name}.log")
+    process.join(max(end - time.monotonic(), 0))
+    row = {"name": name, "result": f"failed: exit status {process.exitcode}"}
+    if process.exitcode is None:
+        row["result"] = "not run: not done in time"
+    elif process.exitcode == 0:
+        text = (bench.scratch / f"{name}.json").read_text()
+        row |= json.loads(text, parse_float=lambda number: float(f"{float(number):.4g}"))
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
+    process.join()
+    return row
 
 
 def write(rows: list[dict], path: Path) -> None:
@@ -138,23 +112,20 @@ def main(argv: list[str]) -> int:
     p.add_argument("--output", type=Path, default=RESULTS)
     a = p.parse_args(argv)
     if a.list:
-        for name, (function, *_) in JOBS.items():
-            print(f"{name}: {function.__doc__}")
+        for name, function in JOBS.items():
+            print(f"{name}: {getattr(function, 'func', function).__doc__}")
         return 0
+
+    # A part of the results must not replace those of a whole call.
+    path = a.output / ("gpu_part" if a.only else "gpu")
     rows = []
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
         bench = Bench(torch.device(a.device), a.shape, Path(scratch))
-        for batch in [*zip(FIGURES), CHECKS]:
-            names = []
-            for name in batch:
-                if not a.only or name in ("machine", *a.only):
-                    names.append(name)
-            end_of_batch = min(time.monotonic() + LIMIT_S, end)
-            for row in run_apart(names, bench, end_of_batch):
-                rows.append(row)
-                # A part of the results must not replace those of a whole call.
-                write(rows, a.output / ("gpu_part" if a.only else "gpu"))
-    return int(any(row["result"] != "passed" and row["name"] != "trl" for row in rows))
+        for name in JOBS:
+            if not a.only or name in ("machine", *a.only):
+                rows.append(run_apart(name, bench, min(time.monotonic() + LIMIT_S, end)))
+                write(rows, path)
+    return int(any(row["result"] != "passed" for row in rows))
 
 
 if __name__ == "__main__":

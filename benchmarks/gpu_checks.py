@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 import time
 from importlib.util import find_spec
@@ -19,7 +18,6 @@ from unittest import SkipTest
 from unittest.mock import Mock, patch
 
 import torch
-import torch.distributed as dist
 from common import ROOT
 from gpu_step import Bench, forked
 
@@ -31,7 +29,6 @@ NEEDED = ("pydantic", "cloudpickle", "pyarrow")
 MISSING = [name for name in NEEDED if find_spec(name) is None]
 if not MISSING:
     import train_grpo
-    from grpo.checkpoint.saver import Saver
 
 # The number of different digits in a completion, from which random models get a gradient, too.
 REWARD = "{name: tag_groups, args: {pattern: (1)|(2)|(3)|(4)|(5)|(6)|(7)|(8)|(9), max_value: 1.0}}"
@@ -58,7 +55,7 @@ def agreement(groups: list[Group], others: list[Group]) -> tuple[float, float]:
     return equal / tokens, distance / equal
 
 
-def graphs(bench: Bench, precision: str) -> dict:
+def graphs(precision: str, bench: Bench) -> dict:
     """graphs sample what the loop does, also after an update; a failed capture falls back"""
     bench.need_gpu()
     cases = {
@@ -118,13 +115,8 @@ def graphs(bench: Bench, precision: str) -> dict:
     return found
 
 
-def start(
-    bench: Bench,
-    name: str,
-    *settings: str,
-    main=None,
-) -> Process:
-    """Start a short run in ``scratch/<name>``; ``main`` takes the place of ``train_grpo.main``."""
+def start(bench: Bench, name: str, *settings: str) -> Process:
+    """Start a short run in ``scratch/<name>``."""
     if MISSING:
         raise SkipTest(f"no {MISSING[0]}")
     arguments = [
@@ -145,10 +137,7 @@ def start(
         *settings,
     ]
 
-    def run() -> None:
-        sys.exit((main or train_grpo.main)(arguments))
-
-    return forked(run, bench.scratch / f"{name}.txt")
+    return forked(lambda: sys.exit(train_grpo.main(arguments)), bench.scratch / f"{name}.txt")
 
 
 def complete(run: Process, code: int = 0) -> str:
@@ -186,82 +175,29 @@ def kill_and_resume(bench: Bench) -> dict:
     return {"steps": len(rows)}
 
 
-def memory(bench: Bench) -> dict:
-    """a too large micro-batch is refused with one that fits; the largest step, tried at start,
-    needs at least the memory of two real ones"""
+def nccl(bench: Bench) -> dict:
+    """with two GPUs two ranks, else one, take the first step of a run without a process group, to
+    1e-3"""
     bench.need_gpu()
-    P, T = (4, 16) if bench.shape == "small" else (32, 256)
-
-    def measured(arguments: list[str]) -> int:
-        train = train_grpo.train
-
-        def train_apart(run):
-            tried = torch.cuda.max_memory_allocated()
-            torch.cuda.reset_peak_memory_stats()
-            train(run)
-            print("peaks", tried, torch.cuda.max_memory_allocated())
-
-        train_grpo.train = train_apart
-        # Checkpoints are gigabytes here.
-        Saver.save = lambda *_: None
-        torch.cuda.set_per_process_memory_fraction(1e-4 if bench.shape == "small" else 0.35)
-        return train_grpo.main(arguments)
-
-    def run(tokens: int, code: int) -> str:
-        process = start(
-            bench,
-            f"memory-{tokens}",
-            f"model.name_or_path={bench.scratch}/{bench.shape}",
-            f"rollout={{prompts_per_step: {P}, num_generations: 8, max_completion_length: {T}}}",
-            f"optim.tokens_per_microbatch={tokens}",
-            "optim.max_steps=2",
-            "runtime.deterministic=false",
-            "runtime.try_largest_step=true",
-            main=measured,
-        )
-        return complete(process, code)
-
-    fits = int(re.search(r"=65536 is too much .*; (\d+) fits", run(65536, code=2))[1])
-    peaks = re.search(r"^peaks (\d+) (\d+)", run(fits, code=0), re.M)
-    tried = int(peaks[1]) / 2**30
-    real = int(peaks[2]) / 2**30
-    assert tried >= real, f"tried {tried:.3f} GiB, real steps took {real:.3f}"
-    return {"fits": fits, "tried GiB": tried, "real GiB": real}
-
-
-def ranks(bench: Bench, backend: str, size: int) -> dict:
-    """ranks take the first step of a run without a process group, to 1e-3"""
-    if backend == "nccl":
-        bench.need_gpu()
-
-    def joined(arguments: list[str]) -> int:
-        init = dist.init_process_group
-        if backend == "gloo":
-            dist.init_process_group = lambda _, device_id, **more: init("gloo", **more)
-        return train_grpo.main(arguments)
-
-    name = f"{backend}-{size}"
+    size = min(torch.cuda.device_count(), 2)
     settings = (
         "runtime.precision=fp32",
         "runtime.deterministic=false",
         "optim.max_steps=1",
     )
-    runs = [start(bench, f"{name}-alone", *settings)]
+    runs = [start(bench, "alone", *settings)]
     os.environ.update(
         WORLD_SIZE=str(size),
         MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(29510 + size),
+        MASTER_PORT="29510",
         GRPO_TEST_COLLECTIVES="1",
     )
     for rank in range(size):
-        os.environ["RANK"] = str(rank)
-        # With gloo all ranks are on one GPU.
-        os.environ["LOCAL_RANK"] = str(rank if backend == "nccl" else 0)
-        folder = f"output_dir={bench.scratch}/{name}"
-        runs.append(start(bench, f"{name}-{rank}", *settings, folder, main=joined))
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+        runs.append(start(bench, f"nccl-{rank}", *settings, f"output_dir={bench.scratch}/nccl"))
     for run in runs:
         complete(run)
-    (found,) = metrics(bench, name)
-    (expected,) = metrics(bench, f"{name}-alone")
+    (found,) = metrics(bench, "nccl")
+    (expected,) = metrics(bench, "alone")
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-6)
     return found

@@ -1,4 +1,4 @@
-"""Figures of ``gpu.py``: the machine, log-probs and gradients against fp64, whole GRPO steps.
+"""Figures of ``gpu.py``: the machine, log-probs and gradients against fp64, a whole GRPO step.
 
 The docstring of a figure's function says what is measured, and when the figure fails. Each figure
 has a process of its own, and so may replace functions for good.
@@ -6,11 +6,9 @@ has a process of its own, and so may replace functions for good.
 
 from __future__ import annotations
 
-import importlib.util
 import multiprocessing
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -128,7 +126,7 @@ def batch_of(policy: Policy, groups: list[Group]) -> Batch:
 
 
 def packed(bench: Bench) -> tuple[Policy, CompletionScorer]:
-    """The model and its scorer, which scores packed rows."""
+    """The model, and its scorer of packed rows."""
     policy = bench.policy("bf16")
     scorer = CompletionScorer(policy.model)
     reason = check_model(policy, scorer)
@@ -172,7 +170,6 @@ def exact(bench: Bench) -> dict:
     """mean error of log-probs (nats) and relative error of gradients, by fp64: at most 1e-3 in fp32
     and 0.6 in bf16, and for packed rows at most 1.5 times the error for padded ones"""
     policy, scorer = packed(bench)
-    said = []
     # Rows end at many lengths.
     policy.eos_ids = tuple(range(2, policy.model.config.vocab_size, 100))
     groups = BuiltinEngine(policy, cuda_graphs=True).generate(
@@ -183,6 +180,7 @@ def exact(bench: Bench) -> dict:
     batch = batch_of(policy, groups)
     exact_N, exact_gradient = reference(policy, batch)
     found = {}
+    wrong = []
     for precision, limit in (("fp32", 1e-3), ("bf16", 0.6)):
         policy.precision = precision
         for side in ("padded", "packed"):
@@ -199,23 +197,25 @@ def exact(bench: Bench) -> dict:
             found[f"{precision} {side}"] = errors
             for error, padded in zip(errors, found[f"{precision} padded"], strict=True):
                 if not error < min(limit, 1.5 * padded + 1e-3):
-                    said.append(f"{precision} {side}: {errors}")
-    found["wrong"] = "; ".join(said)
+                    wrong.append(f"{precision} {side}: {errors}")
+    found["wrong"] = "; ".join(wrong)
     return found
 
 
-def step(bench: Bench, graphs: bool) -> dict:
+def step(bench: Bench) -> dict:
     """seconds, tokens, memory and MFU"""
-    # Completions have given lengths, the same for each variant.
+    # Completions have given lengths.
     decode_loop.draw_and_record = forced_draw
     P, prompt, T = (2, 16, 32) if bench.shape == "small" else (8, 256, 512)
     problems = bench.problems(*[prompt] * P)
     policy, scorer = packed(bench)
-    said = []
     policy.eos_ids = (EOS,)
     # Weights do not move, so that every step is the same. AdamW computes all the same.
     optimizer = torch.optim.AdamW(policy.model.parameters(), lr=0.0, fused=True)
-    engine = ForcedLengths(policy, cuda_graphs=graphs, warn=said.append)
+    said = []
+    engine = ForcedLengths(policy, cuda_graphs=True, warn=said.append)
+    rng = torch.Generator().manual_seed(0)
+    engine.lengths_UG = torch.randint(T // 4, T + 1, (P, GROUP), generator=rng)
 
     def update(groups: list[Group]):
         """One update, as in ``train_grpo.update``."""
@@ -236,52 +236,32 @@ def step(bench: Bench, graphs: bool) -> dict:
         if bench.device.type == "cuda":
             torch.cuda.synchronize()
 
-    def measured(repeats: int) -> dict:
-        """Figures of the first step, and medians of the others."""
-        sampling = []
-        updates = []
-        for number in range(1 + repeats):
-            started = time.perf_counter()
-            groups = engine.generate(
-                problems,
-                SamplingParams(GROUP, T),
-                seed_key=(0, "gpu", number),
-            )
-            sampled = time.perf_counter()
-            update(groups)
-            sampling.append(sampled - started)
-            updates.append(time.perf_counter() - sampled)
-        sampling_s = statistics.median(sampling[1:])
-        update_s = statistics.median(updates[1:])
-        tokens = int(engine.lengths_UG.sum())
-        work = flops(policy.model, prompt, engine.lengths_UG.tolist())
-        return {
-            "tokens": tokens,
-            "first step s": sampling[0] + updates[0],
-            "step s": sampling_s + update_s,
-            "sampled tokens/s": tokens / sampling_s,
-            "updated tokens/s": tokens / update_s,
-            "MFU of the update": work / update_s / PEAK_FLOPS,
-            "GiB": torch.cuda.max_memory_allocated() / 2**30,
-        }
+    sampling = []
+    updates = []
+    for number in range(4):
+        started = time.perf_counter()
+        groups = engine.generate(
+            problems,
+            SamplingParams(GROUP, T),
+            seed_key=(0, "gpu", number),
+        )
+        sampled = time.perf_counter()
+        update(groups)
+        sampling.append(sampled - started)
+        updates.append(time.perf_counter() - sampled)
 
-    rng = torch.Generator().manual_seed(0)
-    engine.lengths_UG = torch.randint(T // 4, T + 1, (P, GROUP), generator=rng)
-    # One repeat is enough for plain code, which takes 13 s a step.
-    found = measured(repeats=3 if graphs else 1)
-    if graphs:
-        engine.lengths_UG.fill_(T)
-        found["even"] = measured(repeats=1)
-    found["wrong"] = "; ".join(said)
-    return found
-
-
-def trl(bench: Bench) -> dict:
-    """a step of TRL with completions of 512 tokens, to compare with even ones of `all`"""
-    bench.need_gpu()
-    if importlib.util.find_spec("trl") is None:
-        raise SkipTest("no trl")
-    sys.argv = ["gpu_trl.py", f"--model={bench.scratch / bench.shape}"]
-    import gpu_trl
-
-    return gpu_trl.found
+    # The first step is warm-up.
+    sampling_s = statistics.median(sampling[1:])
+    update_s = statistics.median(updates[1:])
+    tokens = int(engine.lengths_UG.sum())
+    work = flops(policy.model, prompt, engine.lengths_UG.tolist())
+    return {
+        "tokens": tokens,
+        "first step s": sampling[0] + updates[0],
+        "step s": sampling_s + update_s,
+        "sampled tokens/s": tokens / sampling_s,
+        "updated tokens/s": tokens / update_s,
+        "MFU of the update": work / update_s / PEAK_FLOPS,
+        "GiB": torch.cuda.max_memory_allocated() / 2**30,
+        "wrong": "; ".join(said),
+    }

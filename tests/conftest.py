@@ -111,9 +111,7 @@ def gpu():
     """Runs scenarios on the emulated CUDA device (``tests/cuda/emulated_cuda``)."""
     if reason := emulated_cuda.why_impossible():
         pytest.skip(reason)
-    emulator = emulated_cuda.Emulator()
-    yield emulator
-    emulator.close()
+    return emulated_cuda
 
 
 def environment_of_runs(env: dict | None = None) -> dict[str, str]:

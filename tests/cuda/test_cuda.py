@@ -21,46 +21,20 @@ def test_two_steps(gpu, tmp_path, settings):
         assert line["grad_norm"] > 0 and line["sampling/logprob_difference"] < 2e-2
 
 
-@pytest.mark.parametrize(
-    ("expression", "error"),
-    [
-        ("ones + torch.ones(4)", "all tensors to be on the same device"),
-        ("ones.sum().item()", "not permitted when stream is capturing"),
-        ("torch.ones(2**18, device='cuda')", "CUDA out of memory"),
-    ],
-)
-def test_the_device_refuses_what_a_gpu_refuses(gpu, expression, error):
-    with pytest.raises(AssertionError, match=error):
-        gpu.run("evaluates", expression=expression)
-
-
 def test_checks_of_the_benchmark_pass(gpu, tmp_path):
-    names = ["exact", "all", "graphs_fp32", "memory"]
+    names = ["exact", "step", "graphs_fp32"]
     results, _ = gpu.run("benchmark", folder=str(tmp_path), only=names)
     assert results == {"code": 0, "machine": "passed"} | dict.fromkeys(names, "passed")
 
 
 @pytest.mark.parametrize(
-    ("name", "mistake", "why"),
+    ("mistake", "why"),
     [
-        ("exact", "wrong kernel", "fp32 packed"),
-        ("graphs_fp32", "other position", "captures, equal tokens"),
-        ("graphs_fp32", "host sync", "are not captured in CUDA graphs"),
-        ("graphs_fp32", "freed memory", "a graph reads freed memory"),
-        ("memory", "short trial", "CUDA out of memory"),
+        ("other position", "captures, equal tokens"),
+        ("host sync", "are not captured in CUDA graphs"),
+        ("freed memory", "a graph reads freed memory"),
     ],
 )
-def test_checks_fail_where_something_is_broken(gpu, tmp_path, name, mistake, why):
-    results, _ = gpu.run("benchmark", folder=str(tmp_path), only=[name], mistake=mistake)
-    assert results["code"] == 1 and why in results[name]
-
-
-def test_a_crash_or_hang_stops_no_other(gpu, tmp_path):
-    results, _ = gpu.run("survives", folder=str(tmp_path))
-    assert results == {
-        "code": 1,
-        "machine": "passed",
-        "crashes": "failed: exit status -11",
-        "hangs": "not run: not done in time",
-        "passes": "passed",
-    }
+def test_graphs_fail_where_something_is_broken(gpu, tmp_path, mistake, why):
+    results, _ = gpu.run("benchmark", folder=str(tmp_path), only=["graphs_fp32"], mistake=mistake)
+    assert results["code"] == 1 and why in results["graphs_fp32"]

@@ -1,8 +1,7 @@
 """A CUDA device that is emulated on the CPU: tensors say ``cuda:0`` and compute on the CPU.
 
 The trainer runs on it as on a GPU. It refuses tensors of two devices in one operation, host syncs
-while a graph is captured, graphs that read freed memory, and allocations beyond its memory. It says
-nothing about time, real kernels, NCCL or the caching allocator.
+while a graph is captured, and graphs that read freed memory. It says nothing about time, real kernels, NCCL or the caching allocator.
 
 A **scenario** is a function in ``scenarios.py`` beside the tests, with arguments and a result that
 JSON can hold. It runs in a process of its own. ``gpu``, a fixture of ``tests/conftest.py``, returns
@@ -55,36 +54,26 @@ def compiled_guard() -> Path:
     return library
 
 
-class Emulator:
-    """Runs scenarios, each in a fork of one process (``__main__.py``)."""
-
-    def __init__(self):
-        env = dict(
-            os.environ,
-            OMP_NUM_THREADS="1",
-            TORCHDYNAMO_DISABLE="1",  # no compiler knows this device
-            TOKENIZERS_PARALLELISM="false",
-            PYTHONPATH=f"{ROOT}:{ROOT}/tests:{HERE.parent}",
-            LD_PRELOAD=str(compiled_guard()),
-        )
-        self._server = subprocess.Popen(
-            [sys.executable, "-m", "emulated_cuda"],
+def run(scenario: str, **arguments) -> tuple[object, str]:
+    """Run a scenario with these arguments. AssertionError, with its output, if it fails."""
+    env = dict(
+        os.environ,
+        OMP_NUM_THREADS="1",
+        TORCHDYNAMO_DISABLE="1",  # no compiler knows this device
+        TOKENIZERS_PARALLELISM="false",
+        PYTHONPATH=f"{ROOT}:{ROOT}/tests:{HERE.parent}",
+        LD_PRELOAD=str(compiled_guard()),
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        returned = Path(folder, "returned")
+        done = subprocess.run(
+            [sys.executable, "-m", "emulated_cuda", scenario, json.dumps(arguments), returned],
             env=env,
             cwd=ROOT,
-            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             text=True,
+            timeout=300,
         )
-
-    def run(self, scenario: str, **arguments) -> tuple[object, str]:
-        """Run a scenario with these arguments. AssertionError, with its output, if it raises or is killed."""
-        with tempfile.TemporaryDirectory() as folder:
-            request = json.dumps([scenario, arguments, folder])
-            print(request, file=self._server.stdin, flush=True)
-            ending = self._server.stdout.readline().strip()
-            output = Path(folder, "output").read_text(errors="replace")
-            assert ending == "0", f"{scenario} ended with {ending}\n{output[-6000:]}"
-            return json.loads(Path(folder, "returned").read_text()), output
-
-    def close(self) -> None:
-        self._server.communicate()
+        assert done.returncode == 0, done.stdout[-6000:]
+        return json.loads(returned.read_text()), done.stdout

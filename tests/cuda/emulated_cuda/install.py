@@ -28,15 +28,13 @@ def install() -> None:
             name="emulated",
             major=9,
             minor=0,
-            total_memory=device.memory_limit,
+            total_memory=80 * 2**30,
         ),
         get_rng_state=lambda *_: torch.zeros(16, dtype=torch.uint8),
         set_rng_state=lambda *_, **__: None,
         synchronize=lambda *_: device.sync("synchronize"),
         empty_cache=lambda: None,
-        max_memory_allocated=lambda *_: device.peak,
-        reset_peak_memory_stats=lambda *_: setattr(device, "peak", device.allocated),
-        set_per_process_memory_fraction=device.limit_memory,
+        max_memory_allocated=lambda *_: 0,
     )
     for name, replacement in replaced.items():
         setattr(torch.cuda, name, replacement)

@@ -23,15 +23,8 @@ class Device:
     def __init__(self):
         self.capture = None
         """The graph that is being captured (:class:`emulated_cuda.graphs.Graph`), or None."""
-        self.memory_limit = 80 * 2**30
-        """In bytes; an allocation beyond it raises ``torch.OutOfMemoryError``."""
-        self.allocated = 0
-        self.peak = 0
         self.memory = WeakValueDictionary()
         """By address, as long as a tensor needs it. What a graph alone needs is not in it."""
-
-    def limit_memory(self, fraction: float) -> None:
-        self.memory_limit = int(fraction * self.memory_limit)
 
     def sync(self, what: str) -> None:
         """The host waits for the device here."""
@@ -49,17 +42,6 @@ device = Device()
 class Memory:
     """The memory of tensors that share it; it lives as long as they do."""
 
-    def __init__(self, size: int):
-        self.size = 0
-        if device.allocated + size > device.memory_limit:
-            raise torch.OutOfMemoryError("CUDA out of memory. (emulated)")
-        self.size = size
-        device.allocated += size
-        device.peak = max(device.peak, device.allocated)
-
-    def __del__(self):
-        device.allocated -= self.size
-
 
 class CudaTensor(torch.Tensor):
     """A tensor on the emulated device; ``elem`` holds its values."""
@@ -76,14 +58,20 @@ class CudaTensor(torch.Tensor):
         )
         address = address_of(elem)
         tensor.elem = elem
-        tensor.memory = device.memory.get(address) or Memory(elem.untyped_storage().nbytes())
+        tensor.memory = device.memory.get(address) or Memory()
         device.memory[address] = tensor.memory
         return tensor
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(
+        cls,
+        func,
+        types,
+        args=(),
+        kwargs=None,
+    ):
         with MODE:  # another thread than the one that entered the mode
             return func(*args, **(kwargs or {}))
 
@@ -120,7 +108,13 @@ def compute(func, args: tuple, kwargs: dict):
 class Mode(TorchDispatchMode):
     """Sees every operation, and computes those of the emulated device."""
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(
+        self,
+        func,
+        types,
+        args=(),
+        kwargs=None,
+    ):
         kwargs = dict(kwargs or {})
         name = func._schema.name.partition("::")[2]
         tensors = tensors_in((args, kwargs))
@@ -136,7 +130,11 @@ class Mode(TorchDispatchMode):
         _notice_syncs(name, args, kwargs, to_cuda)
         if target is not None:
             kwargs["device"] = "cpu"
-        plain_args, plain_kwargs = tree_map_only(CudaTensor, lambda x: x.elem, (args, kwargs))
+        plain_args, plain_kwargs = tree_map_only(
+            CudaTensor,
+            lambda x: x.elem,
+            (args, kwargs),
+        )
         returns = func._schema.returns
         is_write = any(x.alias_info and x.alias_info.is_write for x in func._schema.arguments)
         is_view = any(x.alias_info and not x.alias_info.is_write for x in returns)
@@ -154,7 +152,12 @@ class Mode(TorchDispatchMode):
 MODE = Mode()
 
 
-def _notice_syncs(name: str, args: tuple, kwargs: dict, to_cuda: bool) -> None:
+def _notice_syncs(
+    name: str,
+    args: tuple,
+    kwargs: dict,
+    to_cuda: bool,
+) -> None:
     if name in COPIES:
         source = args[1] if name == "copy_" else args[0]
         to_cuda = is_cuda(args[0]) if name == "copy_" else to_cuda
