@@ -40,16 +40,25 @@ def main() -> None:
     clock = time.perf_counter if device.type == "cuda" else time.process_time
     tokenizer = load_tokenizer(config.model.name_or_path)
     policy = load_policy(config.model.name_or_path, tokenizer, device=device, precision=config.runtime.precision)
-    problems = make_problems(load_rows(config.data, train=True, seed=0), config.data, tokenizer).problems
+    problems = make_problems(
+        load_rows(config.data, train=True, seed=0),
+        config.data,
+        tokenizer,
+    ).problems
     problems = problems[: config.rollout.prompts_per_step]
-    scorer, engine = CompletionScorer(policy.model), BuiltinEngine(policy)
+    scorer = CompletionScorer(policy.model)
+    engine = BuiltinEngine(policy)
     check_model(policy, scorer)
     plain = SamplingParams(config.rollout.num_generations, config.rollout.max_completion_length)
     seconds = {side: ([], []) for side in SIDES}
     for _ in range(ROUNDS):
         for side, changes in SIDES.items():
             start = clock()
-            groups = engine.generate(problems, replace(plain, **changes), seed_key=(0, "rollout", 0))
+            groups = engine.generate(
+                problems,
+                replace(plain, **changes),
+                seed_key=(0, "rollout", 0),
+            )
             sampled = clock()
             advantages_PG = torch.zeros(len(groups), plain.num_generations)
             batch = collate(groups, advantages_PG, pad_id=policy.pad_id, device=device)
@@ -60,7 +69,11 @@ def main() -> None:
             policy.model.zero_grad(set_to_none=True)
             num_tokens = int(batch.completion_mask_BT.sum())
             kept = 0 if batch.allowed is None else len(batch.allowed.ids_K) / num_tokens
-            for times, value in zip(seconds[side], (sampled - start, clock() - sampled), strict=True):
+            for times, value in zip(
+                seconds[side],
+                (sampled - start, clock() - sampled),
+                strict=True,
+            ):
                 times.append(1e6 * value / num_tokens)
             facts = f"{num_tokens} tokens, kept {kept:.2f} ids a token: {4 * kept + 4 * bool(kept):.1f} bytes"
             rollout, update = (median(times) for times in seconds[side])

@@ -15,16 +15,37 @@ RESULTS = ROOT / "benchmarks" / "results"
 sys.path.insert(0, str(ROOT))
 
 
-def parser(description: str) -> argparse.ArgumentParser:
-    return argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parser(description: str, **defaults) -> argparse.ArgumentParser:
+    """Options by their defaults, whose types they have. None: text, nothing by default."""
+    p = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in defaults.items():
+        option = f"--{name.replace('_', '-')}"
+        if default is False:
+            p.add_argument(option, action="store_true")
+        elif isinstance(default, list):
+            p.add_argument(option, type=type(default[0]), default=default, nargs="+")
+        else:
+            p.add_argument(option, type=str if default is None else type(default), default=default)
+    return p
 
 
-def train(output: Path, *arguments: str, ranks: int = 1, script: Path = ROOT / "train_grpo.py") -> list[dict]:
+def train(
+    output: Path,
+    *arguments: str,
+    ranks: int = 1,
+    script: Path = ROOT / "train_grpo.py",
+) -> list[dict]:
     """Run the trainer in processes of its own. The lines of its ``metrics.jsonl``."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
     command = [sys.executable, *torchrun, str(script), *arguments, f"output_dir={output}"]
     quiet = ["logging.every=1000", "logging.log_completions=0"]
-    done = subprocess.run([*command, *quiet], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [*command, *quiet],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if done.returncode:
         raise SystemExit(f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
     return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
@@ -33,7 +54,11 @@ def train(output: Path, *arguments: str, ranks: int = 1, script: Path = ROOT / "
 def ratios(numerators: list[float], denominators: list[float]) -> dict[str, float]:
     """The median, the lowest and the highest ratio of pairs that were measured in turn."""
     values = [a / b for a, b in zip(numerators, denominators, strict=True)]
-    return {"ratio": statistics.median(values), "least": min(values), "greatest": max(values)}
+    return {
+        "ratio": statistics.median(values),
+        "least": min(values),
+        "greatest": max(values),
+    }
 
 
 def in_turn(sides, number: int) -> list:
@@ -46,7 +71,14 @@ def versions(python: str) -> dict:
         "import json, importlib.metadata as m; wanted = ('torch', 'transformers', 'trl'); "
         "print(json.dumps({d.metadata['Name']: d.version for d in m.distributions() if d.metadata['Name'] in wanted}))"
     )
-    return json.loads(subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout)
+    return json.loads(
+        subprocess.run(
+            [python, "-c", code],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+    )
 
 
 def about(**more) -> dict:
@@ -59,8 +91,11 @@ def about(**more) -> dict:
 
 def write(path: str | Path, results: dict, table: str) -> None:
     """``path.json``, and ``path.md``: the table below what ``results`` says about machine and arguments."""
-    words = ", ".join(value if isinstance(value, str) else json.dumps(value) for value in results.values()
-                      if not isinstance(value, list))  # fmt: skip
+    words = ", ".join(
+        value if isinstance(value, str) else json.dumps(value)
+        for value in results.values()
+        if not isinstance(value, list)
+    )
     Path(f"{path}.json").write_text(json.dumps(results, indent=1) + "\n")
     Path(f"{path}.md").write_text(f"{words}\n\n{table}\n")
 
@@ -75,17 +110,18 @@ def write_runs(path: Path, runs: list[dict]) -> None:
     path.write_text("[\n" + ",\n".join(map(json.dumps, runs)) + "\n]\n")
 
 
-def get_pyplot():
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot
-
-
-def trl_trainer(model: str, rows: list[dict], rewards, folder: str, *, cls=None, dtype="float32", tokenizer=None,
-                callbacks=(), **settings):  # fmt: skip
+def trl_trainer(
+    model: str,
+    rows: list[dict],
+    rewards,
+    folder: str,
+    *,
+    cls=None,
+    dtype="float32",
+    tokenizer=None,
+    callbacks=(),
+    **settings,
+):
     """TRL's GRPOTrainer (``cls``: a subclass) on these rows, which reports and saves nothing."""
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer

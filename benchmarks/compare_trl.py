@@ -5,7 +5,8 @@
 TRL runs with micro-batches of 8 rows and gradient checkpointing (its defaults), and of 8, 16 and 32 rows without. An
 optimizer step has 32 rows each time, which TRL samples together. A ratio is to the best of these, which may be another
 one for time than for memory. ``--trl`` names other settings: rows of a micro-batch, with ``+checkpointing``,
-``+bf16-weights`` or ``+continuous-batching``. TRL's completions are not logged, its attention is SDPA, and in bf16 all
+``+bf16-weights`` or ``+continuous-batching``. ``--settings`` are ``precision:beta:threads``; the first step of
+``--steps`` is not counted. TRL's completions are not logged, its attention is SDPA, and in bf16 all
 sides keep fp32 master weights under autocast, except with ``+bf16-weights``.
 
 Each side is a process of its own, and the processes take turns step by step, so a machine that gets slower affects
@@ -33,7 +34,11 @@ PHASES = {
 }
 
 
-def measure(sides: list[str], trl_python: str, setting: dict) -> dict[str, dict]:
+def measure(
+    sides: list[str],
+    trl_python: str,
+    setting: dict,
+) -> dict[str, dict]:
     """Run all sides in turn; the records of each, by side: ``ours``, or a setting of TRL."""
     started: dict[str, subprocess.Popen] = {}
     environment = os.environ | {"OMP_NUM_THREADS": str(setting["threads"]), "TOKENIZERS_PARALLELISM": "false"}
@@ -66,7 +71,14 @@ def measure(sides: list[str], trl_python: str, setting: dict) -> dict[str, dict]
 
 def per_thousand_tokens(record: dict) -> dict[str, list[float]]:
     """Seconds per 1,000 completion tokens for each counted step, and the peak RSS."""
-    steps = list(zip(record["tokens"], record["step"], record["sampling"], strict=True))[1:]
+    steps = list(
+        zip(
+            record["tokens"],
+            record["step"],
+            record["sampling"],
+            strict=True,
+        )
+    )[1:]
     return {
         "step": [1000 * step / tokens for tokens, step, _ in steps],
         "sampling": [1000 * sampling / tokens for tokens, _, sampling in steps],
@@ -78,11 +90,17 @@ def per_thousand_tokens(record: dict) -> dict[str, list[float]]:
 def summary(records: dict[str, dict]) -> dict:
     """For each phase the medians of all sides, and the ratio of TRL's best setting to ours."""
     figures = {side: per_thousand_tokens(record) for side, record in records.items()}
-    mine, result = figures.pop("ours"), {}
+    mine = figures.pop("ours")
+    result = {}
     for phase in PHASES:
         medians = {side: statistics.median(values[phase]) for side, values in figures.items()}
         best = min(medians, key=medians.get)
-        of_sides = {"ours": statistics.median(mine[phase]), "trl": medians[best], "best": best, "of_trl": medians}
+        of_sides = {
+            "ours": statistics.median(mine[phase]),
+            "trl": medians[best],
+            "best": best,
+            "of_trl": medians,
+        }
         result[phase] = of_sides | ratios(figures[best][phase], mine[phase])
     return result
 
@@ -98,28 +116,31 @@ def table(results: list[dict]) -> str:
             is_memory = phase == "peak_rss_mib"
             values = [f"{x:.{0 if is_memory else 2}f}" for x in (found["ours"], *found["of_trl"].values())]
             spread = "" if is_memory else f" ({found['least']:.2f} to {found['greatest']:.2f})"
-            cells = [s["precision"], s["beta"], s["threads"], PHASES[phase], *values]
+            cells = [
+                s["precision"],
+                s["beta"],
+                s["threads"],
+                PHASES[phase],
+                *values,
+            ]
             lines.append(f"| {' | '.join(map(str, cells))} | {found['best']}: {found['ratio']:.2f}{spread} |")
     return "\n".join(lines)
 
 
 def main() -> None:
-    p = parser(__doc__)
-    p.add_argument("--model", required=True, help="folder of the model")
-    p.add_argument("--data", required=True, help="GSM8K's train.jsonl")
-    p.add_argument("--trl-python", default=sys.executable, help="Python of an environment with trl")
-    p.add_argument("--trl", default="8+checkpointing 8 16 32", help="settings of TRL, as in 8+checkpointing")
-    p.add_argument("--steps", type=int, default=4, help="steps of each side; the first is not counted")
-    settings = "fp32:0.04:2 fp32:0.0:2 bf16:0.04:2 bf16:0.0:2"
-    p.add_argument("--settings", default=settings, help="precision:beta:threads ...")
-    p.add_argument("--output", default=str(RESULTS / "compare_trl"), help="output files, without suffix")
-    p.add_argument(
-        "--padded", action="store_true", help="run this trainer in padded rows (model.disable_dropout=false)"
-    )
-    p.add_argument("--tokens-per-microbatch", type=int, default=16384, help="of this trainer")
-    p.add_argument("--max-tokens", type=int, default=256, help="of a completion")
-    a = p.parse_args()
-    shown = ("steps", "settings", "trl", "padded", "tokens_per_microbatch", "max_tokens")
+    a = parser(
+        __doc__,
+        model=None,
+        data=None,
+        trl_python=sys.executable,
+        trl="8+checkpointing 8 16 32",
+        steps=4,
+        settings="fp32:0.04:2 fp32:0.0:2 bf16:0.04:2 bf16:0.0:2",
+        output=str(RESULTS / "compare_trl"),
+        tokens_per_microbatch=16384,
+        max_tokens=256,
+    ).parse_args()
+    shown = ("steps", "settings", "trl", "tokens_per_microbatch", "max_tokens")
     words = " ".join(f"--{name.replace('_', '-')}={getattr(a, name)!r}" for name in shown)
     where = about(
         versions={"ours": versions(sys.executable), "trl": versions(a.trl_python)},

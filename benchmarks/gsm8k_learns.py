@@ -1,23 +1,22 @@
 """GSM8K with a small checkpoint: rewards by step, and the test problems before and after, for several seeds.
 
     python benchmarks/gsm8k_learns.py --model FOLDER --train train.jsonl --test test.jsonl           3 seeds x 30 steps
-    python benchmarks/gsm8k_learns.py --plot-only                            table and plot of the stored results
+    python benchmarks/gsm8k_learns.py --table-only                           table of the stored results
 
 The configuration is configs/gsm8k_cpu.yaml. `python -m grpo.evaluation` evaluates on the first test problems: greedily,
 and with 4 samples each at temperature 1. All models answer the same problems with the same random numbers. Each result
 is written to benchmarks/results/gsm8k_learns.json at once (a stored run is not
-repeated), and from there to .md and .png.
+repeated), and from there to .md.
 """
 
 import argparse
 import json
 import shutil
-import statistics
 import subprocess
 import sys
 from pathlib import Path
 
-from common import RESULTS, ROOT, get_pyplot, parser
+from common import RESULTS, ROOT, parser
 from common import train as run_trainer
 
 CONFIG = ["--config", str(ROOT / "configs/gsm8k_cpu.yaml"), "runtime.device=cpu", "runtime.threads_per_rank=1"]
@@ -36,10 +35,21 @@ def train(seed: int, options: argparse.Namespace, output: Path) -> dict[str, lis
 def evaluate(model: str, options: argparse.Namespace, output: Path) -> dict[str, dict]:
     """Value, interval and count of each metric, from ``python -m grpo.evaluation``."""
     command = [
-        sys.executable, "-m", "grpo.evaluation", *CONFIG, "--model", model, "--output", str(output),
-        f"data.dataset={options.train}", f"data.eval_dataset={options.test}", "data.eval_split=train",
-        f"eval.max_samples={options.problems}", "eval.num_samples=4", "eval.temperature=1.0",
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "grpo.evaluation",
+        *CONFIG,
+        "--model",
+        model,
+        "--output",
+        str(output),
+        f"data.dataset={options.train}",
+        f"data.eval_dataset={options.test}",
+        "data.eval_split=train",
+        f"eval.max_samples={options.problems}",
+        "eval.num_samples=4",
+        "eval.temperature=1.0",
+    ]
     subprocess.run(command, cwd=ROOT, check=True)
     return json.loads(output.read_text())["models"][0]["metrics"]
 
@@ -51,7 +61,8 @@ def table(results: dict) -> str:
     rows = ["| | " + " | ".join(columns) + " |", "|---|" + "---|" * len(columns)]
     # The rewards are here the same as format and mean@4.
     for metric in [name for name in evaluations[BEFORE] if "/rewards/" not in name]:
-        factor, cells = 1 if metric.endswith("length") else 100, []
+        factor = 1 if metric.endswith("length") else 100
+        cells = []
         for column in columns:
             value, low, high = (factor * evaluations[column][metric][x] for x in ("value", "low", "high"))
             cells.append(f"{value:.1f} ({low:.1f} to {high:.1f})")
@@ -59,45 +70,28 @@ def table(results: dict) -> str:
     return "\n".join(rows) + "\n"
 
 
-def plot(results: dict, path: Path) -> None:
-    figure, panels = get_pyplot().subplots(1, 2, figsize=(8.4, 3.4))
-    for axes, name in zip(panels, CURVES[:2], strict=True):
-        curves = [run[name] for run in results["runs"].values()]
-        x = range(1, len(curves[0]) + 1)
-        for seed, curve in zip(results["runs"], curves, strict=True):
-            axes.plot(x, curve, linewidth=0.8, alpha=0.5, label=seed)
-        axes.plot(x, [statistics.mean(values) for values in zip(*curves, strict=True)], color="black", label="mean")
-        axes.set_xlabel("step")
-        axes.set_title(f"reward: {name.split('/')[1]}", fontsize=10)
-        axes.grid(alpha=0.3)
-        axes.set_ylim(bottom=0)
-    panels[0].legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-
-
 def main() -> None:
-    p = parser(__doc__)
-    p.add_argument("--model", type=Path, help="folder of the checkpoint to start from")
-    p.add_argument("--train", type=Path, help="GSM8K's train.jsonl")
-    p.add_argument("--test", type=Path, help="GSM8K's test.jsonl")
-    p.add_argument("--steps", type=int, default=30)
-    p.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    p.add_argument("--problems", type=int, default=512, help="number of test problems")
-    p.add_argument("--output", type=Path, default=RESULTS / "gsm8k_learns.json")
-    p.add_argument("--runs", type=Path, default=ROOT / "runs/gsm8k_learns", help="folder of the checkpoints")
-    p.add_argument("--plot-only", action="store_true")
+    p = parser(
+        __doc__,
+        model=None,
+        train=None,
+        test=None,
+        steps=30,
+        seeds=[0, 1, 2],
+        problems=512,
+        output=RESULTS / "gsm8k_learns.json",
+        runs=ROOT / "runs/gsm8k_learns",
+        table_only=False,
+    )
     options = p.parse_args()
-    if not options.plot_only and not (options.model and options.train and options.test):
+    if not options.table_only and not (options.model and options.train and options.test):
         p.error("--model, --train and --test name the checkpoint and the two files")
-    options.output.parent.mkdir(parents=True, exist_ok=True)
     results = {"steps": options.steps, "problems": options.problems, "runs": {}, "evaluations": {}}
     if options.output.exists():
         results = json.loads(options.output.read_text())
-        if not options.plot_only and (results["steps"], results["problems"]) != (options.steps, options.problems):
-            p.error(f"{options.output} holds runs of other --steps or --problems: name another --output")
-    for seed in [] if options.plot_only else options.seeds:
-        folder, name = options.runs / str(seed), f"seed {seed}"
+    for seed in [] if options.table_only else options.seeds:
+        folder = options.runs / str(seed)
+        name = f"seed {seed}"
         if name not in results["runs"]:
             results["runs"][name] = train(seed, options, folder)
         models = {BEFORE: str(options.model), name: str(folder / f"checkpoint-{options.steps}")}
@@ -108,7 +102,6 @@ def main() -> None:
     text = table(results)
     options.output.with_suffix(".md").write_text(text)
     print(text)
-    plot(results, options.output.with_suffix(".png"))
 
 
 if __name__ == "__main__":

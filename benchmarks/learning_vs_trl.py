@@ -1,7 +1,7 @@
 """Held-out accuracy by number of sampled completions, beside TRL 1.16.0: same initial model, same problems.
 
-    python benchmarks/learning_vs_trl.py --trl-python .venv-trl/bin/python           3 seeds each, then table and plot
-    python benchmarks/learning_vs_trl.py --plot-only                                 of the stored results
+    python benchmarks/learning_vs_trl.py --trl-python .venv-trl/bin/python           3 seeds each, then the table
+    python benchmarks/learning_vs_trl.py --table-only                                of the stored results
     python benchmarks/learning_vs_trl.py --trl-python .venv-trl/bin/python --config X.yaml [section.key=value ...]
 
 Settings of both: builtin:tiny, builtin:arithmetic in the order of our schedule, 8 problems x 8 completions a step, 64
@@ -22,17 +22,23 @@ import statistics
 import subprocess
 from pathlib import Path
 
-from common import RESULTS, ROOT, get_pyplot, parser, read_runs, train, write_runs
+from common import RESULTS, ROOT, parser, read_runs, train, write_runs
 
 from grpo.config import Config, load_config
 
 SIDES = {"ours": "this trainer", "trl": "TRL 1.16.0"}
 GREEDY = "eval/greedy_accuracy"
 DEFAULT = [
-    "--config", str(ROOT / "configs/tiny_arithmetic.yaml"), "optim.max_steps=100", "data.max_eval_samples=256",
-    "eval.num_samples=4", "eval.temperature=1.0", "runtime.threads_per_rank=1", "runtime.device=cpu",
+    "--config",
+    str(ROOT / "configs/tiny_arithmetic.yaml"),
+    "optim.max_steps=100",
+    "data.max_eval_samples=256",
+    "eval.num_samples=4",
+    "eval.temperature=1.0",
+    "runtime.threads_per_rank=1",
+    "runtime.device=cpu",
     "runtime.precision=fp32",
-]  # fmt: skip
+]
 """The settings without --config."""
 
 
@@ -41,7 +47,12 @@ def sampled_metric(config: Config) -> str:
     return f"eval/mean@{config.eval.num_sampled}" if config.eval.num_sampled else GREEDY
 
 
-def run_ours(settings: list[str], seed: int, every: int, folder: Path) -> dict:
+def run_ours(
+    settings: list[str],
+    seed: int,
+    every: int,
+    folder: Path,
+) -> dict:
     output = folder / f"ours-{seed}"
     shutil.rmtree(output, ignore_errors=True)
     lines = train(output, *settings, f"seed={seed}", f"eval.every={every}")
@@ -53,17 +64,36 @@ def run_ours(settings: list[str], seed: int, every: int, folder: Path) -> dict:
     }
 
 
-def run_trl(settings: list[str], seed: int, every: int, folder: Path, python: Path) -> dict:
+def run_trl(
+    settings: list[str],
+    seed: int,
+    every: int,
+    folder: Path,
+    python: Path,
+) -> dict:
     folder.mkdir(parents=True, exist_ok=True)
     output = folder / f"trl-{seed}.json"
-    command = [str(python), str(ROOT / "benchmarks/trl_side.py"), str(output), str(every), *settings, f"seed={seed}"]
+    command = [
+        str(python),
+        str(ROOT / "benchmarks/trl_side.py"),
+        str(output),
+        str(every),
+        *settings,
+        f"seed={seed}",
+    ]
     subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     found = json.loads(output.read_text())
     output.unlink()
     return found
 
 
-def values(runs: list[dict], side: str, step: int, metric: str, factor: float = 100) -> list[float]:
+def values(
+    runs: list[dict],
+    side: str,
+    step: int,
+    metric: str,
+    factor: float = 100,
+) -> list[float]:
     return [factor * p[metric] for r in runs if r["side"] == side for p in r["points"] if p["step"] == step]
 
 
@@ -73,7 +103,13 @@ def table(runs: list[dict], config: Config, *, with_rewards: bool) -> str:
     ``with_rewards`` adds the mean of each reward before and after.
     """
 
-    def row(label: str, step: int, metric: str, factor: float = 100, digits: int = 1) -> str:
+    def row(
+        label: str,
+        step: int,
+        metric: str,
+        factor: float = 100,
+        digits: int = 1,
+    ) -> str:
         cells = []
         for side in SIDES:
             found = values(runs, side, step, metric, factor)
@@ -93,57 +129,41 @@ def table(runs: list[dict], config: Config, *, with_rewards: bool) -> str:
     return "\n".join(rows) + "\n"
 
 
-def plot(runs: list[dict], config: Config, path: Path) -> None:
-    figure, axes = get_pyplot().subplots(figsize=(6.4, 4.0))
-    for side, label in SIDES.items():
-        steps = sorted({point["step"] for r in runs if r["side"] == side for point in r["points"]})
-        found = [values(runs, side, step, sampled_metric(config)) for step in steps]
-        x = [step * config.rollout.prompts_per_step * config.rollout.num_generations for step in steps]
-        (line,) = axes.plot(x, [statistics.mean(v) for v in found], marker="o", markersize=3, label=label)
-        axes.fill_between(x, [min(v) for v in found], [max(v) for v in found], color=line.get_color(), alpha=0.2)
-    axes.set(xlabel="completions sampled", ylabel="held-out accuracy of a sample, %")
-    axes.set_title(f"{config.data.dataset}, mean and range of {len({r['seed'] for r in runs})} seeds", fontsize=10)
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-
-
 def main() -> None:
-    p = parser(__doc__)
-    p.add_argument("--trl-python", type=Path, help='Python of an environment with TRL (the extra "bench")')
-    p.add_argument("--config", type=Path, help="a configuration; default: the settings above")
-    p.add_argument("--steps", type=int, help="default: 100, or as many as the configuration has")
-    p.add_argument("--every", type=int, help="evaluate every N steps; default: 20; with --config before and after")
-    p.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    p.add_argument("--output", type=Path, help="default: benchmarks/results/learning_vs_trl.json, or in --runs")
-    p.add_argument("--runs", type=Path, default=ROOT / "runs/learning_vs_trl", help="folder of the runs, then deleted")
-    p.add_argument("--plot-only", action="store_true")
+    p = parser(
+        __doc__,
+        trl_python=None,
+        config=None,
+        every=0,
+        seeds=[0, 1, 2],
+        output=None,
+        runs=ROOT / "runs/learning_vs_trl",
+        table_only=False,
+    )
     options, overrides = p.parse_known_args()
-    settings = ["--config", str(options.config.absolute()), *overrides] if options.config else [*DEFAULT, *overrides]
-    if options.steps is not None:
-        settings.append(f"optim.max_steps={options.steps}")
+    settings = [*DEFAULT, *overrides]
+    if options.config:
+        settings = ["--config", str(Path(options.config).absolute()), *overrides]
     config = load_config(settings)
     steps = config.optim.max_steps
-    if steps is None:
-        p.error("--steps: the configuration has no optim.max_steps")
-    if not options.plot_only and options.trl_python is None:
+    if not options.table_only and options.trl_python is None:
         p.error("--trl-python: name the Python of an environment with TRL")
     is_own = options.config is not None or bool(overrides)
-    default = options.runs / f"{options.config.stem if options.config else 'changed'}.json"
-    output = options.output or (default if is_own else RESULTS / "learning_vs_trl.json")
+    name = Path(options.config).stem if options.config else "changed"
+    default = options.runs / f"{name}.json" if is_own else RESULTS / "learning_vs_trl.json"
+    output = Path(options.output or default)
     runs = read_runs(output)
     every = options.every or (steps if is_own else 20)
 
     def mine() -> list[dict]:
         return [r for r in runs if r["steps"] == steps and r.get("settings", settings) == settings]
 
-    for seed in options.seeds if not options.plot_only else []:
+    for seed in options.seeds if not options.table_only else []:
         for side in SIDES:
             if any((r["side"], r["seed"]) == (side, seed) for r in mine()):
                 continue
             arguments = (settings, seed, every, options.runs)
-            found = run_ours(*arguments) if side == "ours" else run_trl(*arguments, options.trl_python.absolute())
+            found = run_ours(*arguments) if side == "ours" else run_trl(*arguments, Path(options.trl_python).absolute())
             of_config = {"settings": settings} if is_own else {}
             runs.append({"side": side, "seed": seed, "steps": steps, **of_config, **found})
             write_runs(output, runs)
@@ -152,7 +172,6 @@ def main() -> None:
         text = table(shown, config, with_rewards=is_own)
         output.with_suffix(".md").write_text(text)
         print(text)
-        plot(shown, config, output.with_suffix(".png"))
 
 
 if __name__ == "__main__":

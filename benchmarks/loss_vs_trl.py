@@ -22,7 +22,9 @@ import torch  # isort: skip
 from grpo.algorithm.advantages import normalize_then_sum
 from grpo.algorithm.loss import entropy_threshold, loss_denominator, policy_loss
 
-B, T, MAX_LENGTH = 16, 12, 16
+B = 16
+T = 12
+MAX_LENGTH = 16
 WEIGHTS = [1.0, 0.5]
 LOSS_TYPES = {"response_mean": "grpo", "constant": "dr_grpo", "token_mean": "dapo"}
 SEQUENCE = ({"importance_sampling_level": "sequence"}, {"importance_level": "sequence"})
@@ -64,29 +66,47 @@ def random_inputs(seed: int) -> dict[str, torch.Tensor]:
     }
 
 
-def trl_loss(trainer, x: dict, settings: dict, aggregation: str) -> tuple[torch.Tensor, torch.Tensor]:
+def trl_loss(
+    trainer,
+    x: dict,
+    settings: dict,
+    aggregation: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Loss and gradient of the log-probs by TRL's ``_compute_loss``."""
     args = trainer.args
     values = {
-        "loss_type": LOSS_TYPES[aggregation], "importance_sampling_level": "token", "beta": 0.0, "epsilon_high": 0.28,
-        "delta": None, "use_bias_correction_kl": False, "off_policy_mask_threshold": None, "top_entropy_quantile": 1.0,
+        "loss_type": LOSS_TYPES[aggregation],
+        "importance_sampling_level": "token",
+        "beta": 0.0,
+        "epsilon_high": 0.28,
+        "delta": None,
+        "use_bias_correction_kl": False,
+        "off_policy_mask_threshold": None,
+        "top_entropy_quantile": 1.0,
         "mode": None,
-    } | settings  # fmt: skip
+    } | settings
     trainer.epsilon_low = 0.2
     of_trainer = ("loss_type", "importance_sampling_level", "beta", "epsilon_high", "top_entropy_quantile")
     for name in (*of_trainer, "off_policy_mask_threshold"):
         setattr(trainer, name, values[name])
-    args.delta, args.use_bias_correction_kl = values["delta"], values["use_bias_correction_kl"]
-    trainer.use_vllm, trainer.vllm_importance_sampling_correction = values["mode"] is not None, True
+    args.delta = values["delta"]
+    args.use_bias_correction_kl = values["use_bias_correction_kl"]
+    trainer.use_vllm = values["mode"] is not None
+    trainer.vllm_importance_sampling_correction = True
     new_BT = x["new"].clone().requires_grad_()
     trainer._get_per_token_logps_and_entropies = lambda *a, **k: (new_BT, x["entropies"], None)
     mask_BT = x["mask"].to(torch.float64)
     inputs = {
-        "prompt_ids": torch.ones(B, 2, dtype=torch.long), "prompt_mask": torch.ones(B, 2, dtype=torch.long),
-        "completion_ids": torch.ones(B, T, dtype=torch.long), "completion_mask": mask_BT, "advantages": x["advantages"],
-        "old_per_token_logps": x["old"], "ref_per_token_logps": x["ref"], "sampling_per_token_logps": x["sampled"],
+        "prompt_ids": torch.ones(B, 2, dtype=torch.long),
+        "prompt_mask": torch.ones(B, 2, dtype=torch.long),
+        "completion_ids": torch.ones(B, T, dtype=torch.long),
+        "completion_mask": mask_BT,
+        "advantages": x["advantages"],
+        "old_per_token_logps": x["old"],
+        "ref_per_token_logps": x["ref"],
+        "sampling_per_token_logps": x["sampled"],
         "num_items_in_batch": mask_BT.sum(),
-    }  # fmt: skip
+    }
     if mode := values["mode"]:
         difference_BT = (x["old"] - x["sampled"]) * mask_BT
         ratio = (difference_BT.sum(dim=-1, keepdim=True) if mode.startswith("sequence") else difference_BT).exp()
@@ -97,15 +117,26 @@ def trl_loss(trainer, x: dict, settings: dict, aggregation: str) -> tuple[torch.
     return loss.detach(), gradient_BT
 
 
-def our_loss(x: dict, settings: dict, aggregation: str) -> tuple[torch.Tensor, torch.Tensor]:
+def our_loss(
+    x: dict,
+    settings: dict,
+    aggregation: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
     options = {"epsilon_high": 0.28, "aggregation": aggregation, "max_length": MAX_LENGTH} | settings
-    new_BT, policy_mask_BT = x["new"].clone().requires_grad_(), None
+    new_BT = x["new"].clone().requires_grad_()
+    policy_mask_BT = None
     if share := options.pop("top_entropy", None):
         policy_mask_BT = x["entropies"] >= entropy_threshold(x["entropies"][x["mask"]], share)
     loss_sum, _ = policy_loss(
-        new_BT, x["old"], x["advantages"], x["mask"], ref_logprobs_BT=x["ref"],
-        sampling_logprobs_BT=x["sampled"], policy_mask_BT=policy_mask_BT, **options,
-    )  # fmt: skip
+        new_BT,
+        x["old"],
+        x["advantages"],
+        x["mask"],
+        ref_logprobs_BT=x["ref"],
+        sampling_logprobs_BT=x["sampled"],
+        policy_mask_BT=policy_mask_BT,
+        **options,
+    )
     loss = loss_sum / loss_denominator(x["mask"], aggregation=options["aggregation"], max_length=MAX_LENGTH)
     (gradient_BT,) = torch.autograd.grad(loss, new_BT)
     return loss.detach(), gradient_BT
@@ -114,8 +145,15 @@ def our_loss(x: dict, settings: dict, aggregation: str) -> tuple[torch.Tensor, t
 def gdpo_difference(trainer, rows: list[dict]) -> float:
     """Largest difference of TRL's advantages of ``normalize_then_sum`` from ours, with two made-up rewards."""
     generator = torch.Generator().manual_seed(0)
-    values_BF = torch.randint(0, 3, (len(rows), 2), generator=generator).float() * torch.tensor([1.0, 30.0])
-    values_BF[1, 0], values_BF[2, 1], values_BF[3] = math.nan, math.nan, math.nan
+    values_BF = torch.randint(
+        0,
+        3,
+        (len(rows), 2),
+        generator=generator,
+    ).float() * torch.tensor([1.0, 30.0])
+    values_BF[1, 0] = math.nan
+    values_BF[2, 1] = math.nan
+    values_BF[3] = math.nan
     values_BF[4:8] = 1.0  # a group of equal values
     trainer.multi_objective_aggregation = "normalize_then_sum"
     trainer._calculate_rewards = lambda *a, **k: values_BF
@@ -130,9 +168,19 @@ def make_trainer(model: str, folder: str, rows: list[dict]):
     for number, reward in enumerate(rewards):
         reward.__name__ = f"reward_{number}"
     trainer = trl_trainer(
-        model, rows, rewards, folder, per_device_train_batch_size=16, num_generations=4, use_cpu=True, bf16=False,
-        max_completion_length=MAX_LENGTH, reward_weights=WEIGHTS, gradient_checkpointing=False, epsilon=0.2,
-    )  # fmt: skip
+        model,
+        rows,
+        rewards,
+        folder,
+        per_device_train_batch_size=16,
+        num_generations=4,
+        use_cpu=True,
+        bf16=False,
+        max_completion_length=MAX_LENGTH,
+        reward_weights=WEIGHTS,
+        gradient_checkpointing=False,
+        epsilon=0.2,
+    )
     trainer.current_gradient_accumulation_steps = 1
     trainer.model.train()
     return trainer
@@ -151,7 +199,11 @@ def compare(model: str, seeds: int) -> str:
                 found = []
                 for seed in range(seeds):
                     x = random_inputs(seed)
-                    pairs = zip(trl_loss(trainer, x, theirs, aggregation), our_loss(x, ours, aggregation), strict=True)
+                    pairs = zip(
+                        trl_loss(trainer, x, theirs, aggregation),
+                        our_loss(x, ours, aggregation),
+                        strict=True,
+                    )
                     found.append([float((a - b).abs().max()) for a, b in pairs])
                 loss, gradient = (max(column) for column in zip(*found, strict=True))
                 lines.append(f"| {name} | {aggregation} | {loss:.1e} | {gradient:.1e} |")
@@ -160,13 +212,16 @@ def compare(model: str, seeds: int) -> str:
 
 
 def main() -> None:
-    p = parser(__doc__)
-    p.add_argument("--model", required=True)
-    p.add_argument("--trl-python", help="without it, the Python that runs this script has TRL")
-    p.add_argument("--seeds", type=int, default=20)
-    options = p.parse_args()
+    options = parser(__doc__, model=None, trl_python=None, seeds=20).parse_args()
     if options.trl_python:
-        command = [options.trl_python, __file__, "--model", options.model, "--seeds", str(options.seeds)]
+        command = [
+            options.trl_python,
+            __file__,
+            "--model",
+            options.model,
+            "--seeds",
+            str(options.seeds),
+        ]
         raise SystemExit(subprocess.run(command, check=False).returncode)
     text = compare(options.model, options.seeds)
     (RESULTS / "loss_vs_trl.md").write_text(text)

@@ -26,7 +26,8 @@ def worker() -> None:
     """One rank of the trainer, which writes its RSS in MiB after every update to a file of its rank."""
     import train_grpo
 
-    path, apply_update = Path(os.environ[FILES]) / os.environ.get("RANK", "0"), train_grpo.apply_update
+    path = Path(os.environ[FILES]) / os.environ.get("RANK", "0")
+    apply_update = train_grpo.apply_update
 
     def measured(run, metrics) -> None:
         apply_update(run, metrics)
@@ -44,13 +45,24 @@ def measure(a, precision: str, ranks: int) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         os.environ[FILES] = folder
         lines = train(
-            Path(folder) / "run", f"--config={ROOT}/configs/gsm8k_cpu.yaml", f"model.name_or_path={a.model}",
-            f"data.dataset={a.data}", "data.train_split=train", "data.eval_split=null",
-            f"data.system_prompt={json.dumps(SYSTEM)}", "rollout.prompts_per_step=4", "algorithm.beta=0.04",
-            f"optim.max_steps={a.steps}", "optim.tokens_per_microbatch=4096", "eval.before_training=false",
-            f"runtime.precision={precision}", f"runtime.threads_per_rank={max(a.threads // ranks, 1)}", *a.changes,
-            ranks=ranks, script=Path(__file__),
-        )  # fmt: skip
+            Path(folder) / "run",
+            f"--config={ROOT}/configs/gsm8k_cpu.yaml",
+            f"model.name_or_path={a.model}",
+            f"data.dataset={a.data}",
+            "data.train_split=train",
+            "data.eval_split=null",
+            f"data.system_prompt={json.dumps(SYSTEM)}",
+            "rollout.prompts_per_step=4",
+            "algorithm.beta=0.04",
+            f"optim.max_steps={a.steps}",
+            "optim.tokens_per_microbatch=4096",
+            "eval.before_training=false",
+            f"runtime.precision={precision}",
+            f"runtime.threads_per_rank={max(a.threads // ranks, 1)}",
+            *a.changes,
+            ranks=ranks,
+            script=Path(__file__),
+        )
         del os.environ[FILES]
         texts = [(Path(folder) / str(rank)).read_text() for rank in range(ranks)]
     of_ranks = [[tuple(map(float, line.split())) for line in text.splitlines()] for text in texts]
@@ -65,8 +77,10 @@ def measure(a, precision: str, ranks: int) -> dict:
 
 def figures(found: dict) -> dict:
     """RSS of step 5 (of the last one in a shorter run) and of the last one; the first step's time and the median."""
-    rss, seconds = found["rss_mib"], found["seconds"]
-    early, median = rss[min(4, len(rss) - 1)], statistics.median(seconds)
+    rss = found["rss_mib"]
+    seconds = found["seconds"]
+    early = rss[min(4, len(rss) - 1)]
+    median = statistics.median(seconds)
     memory = {"step_1": rss[0], "step_5": early, "last": rss[-1], "growth": rss[-1] / early, "peak": found["peak_mib"]}
     return memory | {"first_step_s": seconds[0], "median_step_s": median, "first_to_median": seconds[0] / median}
 
@@ -83,14 +97,16 @@ def table(results: list[dict]) -> str:
 
 
 def main() -> None:
-    p = parser(__doc__)
-    p.add_argument("--model", required=True, help="folder of the model")
-    p.add_argument("--data", required=True, help="GSM8K's train.jsonl")
-    p.add_argument("--settings", default="bf16:1 bf16:2 fp32:1 fp32:2", help="precision:ranks ...")
-    p.add_argument("--steps", type=int, default=100)
-    p.add_argument("--threads", type=int, default=2, help="of all ranks together")
-    p.add_argument("--output", help="output files, without suffix")
-    p.add_argument("changes", nargs="*", help="key=value")
+    p = parser(
+        __doc__,
+        model=None,
+        data=None,
+        settings="bf16:1 bf16:2 fp32:1 fp32:2",
+        steps=100,
+        threads=2,
+        output=None,
+    )
+    p.add_argument("changes", nargs="*")
     a = p.parse_args()
     results = []
     for setting in a.settings.split():

@@ -6,7 +6,8 @@ Qwen2.5 with a reference under bf16. Weight, gradient and Adam's two averages ar
 table is that of docs/one_gpu.md: an update and a rollout of configs/gsm8k_qwen2.5_0.5b.yaml, which has no reference.
 """
 
-ADAPTER_RANK, SHARDS = 16, 8
+ADAPTER_RANK = 16
+SHARDS = 8
 QWEN = {  # layers, hidden size, width of keys, MLP, vocabulary, whether the head is tied to the embedding
     "0.5B": (24, 896, 128, 4864, 151936, True),
     "1.5B": (28, 1536, 256, 8960, 151936, True),
@@ -21,11 +22,19 @@ SAVED = {"0.5B": (77120, 70176, 3584), "1.5B": (137672, 125608, 6144)}
 packed scoring under bf16 autocast: all weights trained, LoRA, and with ``model.gradient_checkpointing``."""
 
 
-def gigabytes(layers: int, hidden: int, kv: int, inner: int, vocab: int, is_tied: bool) -> tuple[float, ...]:
+def gigabytes(
+    layers: int,
+    hidden: int,
+    kv: int,
+    inner: int,
+    vocab: int,
+    is_tied: bool,
+) -> tuple[float, ...]:
     """Parameters (in 10^9); then GB under DDP, FSDP, FSDP that averages gradients each micro-batch, and with LoRA."""
     products = [(hidden, hidden)] * 2 + [(hidden, kv)] * 2 + [(hidden, inner)] * 2 + [(inner, hidden)]
     linear = sum(inputs * outputs for inputs, outputs in products) + hidden + 2 * kv  # of one layer, with biases
-    layer, embedding = linear + 2 * hidden, vocab * hidden
+    layer = linear + 2 * hidden
+    embedding = vocab * hidden
     root = embedding * (1 if is_tied else 2) + hidden  # parameters in no layer
     total = layers * layer + root
     in_bf16 = layers * linear + (0 if is_tied else embedding)  # of the reference; the rest stays in fp32
@@ -45,11 +54,18 @@ def gigabytes(layers: int, hidden: int, kv: int, inner: int, vocab: int, is_tied
     return tuple(figure / 1e9 for figure in figures)
 
 
-def one_gpu(name: str, tokens: int, *, lora: bool, checkpointing: bool = False) -> tuple[float, ...]:
+def one_gpu(
+    name: str,
+    tokens: int,
+    *,
+    lora: bool,
+    checkpointing: bool = False,
+) -> tuple[float, ...]:
     """GB of weights, gradients, Adam, bf16 weights, activations, head; of KV cache and drawing in the evaluation."""
     layers, hidden, kv, _, vocab, _ = QWEN[name]
     total, *_, with_lora = (round(figure * 1e9) for figure in gigabytes(*QWEN[name]))
-    linear, embedding = total - vocab * hidden - hidden * (2 * layers + 1), vocab * hidden
+    linear = total - vocab * hidden - hidden * (2 * layers + 1)
+    embedding = vocab * hidden
     base = 2 * linear + 4 * (total - linear)
     adapters = (with_lora - base - 2 * (linear + embedding)) // 16
     trained, weights = (adapters, base + 4 * adapters) if lora else (total, 4 * total)
@@ -59,11 +75,25 @@ def one_gpu(name: str, tokens: int, *, lora: bool, checkpointing: bool = False) 
     chunk = -(-(2**27) // vocab) * vocab  # logits: in bf16, and two tensors in fp32
     head = 10 * chunk + (0 if lora else 6 * embedding)  # and the gradient of the head before it is added
     casts = 2 * (embedding if lora else linear + embedding)
-    rows, longest = 256, 300 + 512  # of an evaluation: completions at once; tokens of prompt and completion
+    # of an evaluation: completions at once; tokens of prompt and completion
+    rows = 256
+    longest = 300 + 512
     cache = rows * longest * 2 * layers * kv * 2
     update = (weights, 4 * trained, 8 * trained, casts, activations, head)
-    rollout = (cache, rows * vocab * 20, weights + 8 * trained + 2 * (linear + embedding))
-    return tuple(x / 1e9 for x in (*update, sum(update), *rollout[:2], sum(rollout)))
+    rollout = (
+        cache,
+        rows * vocab * 20,
+        weights + 8 * trained + 2 * (linear + embedding),
+    )
+    return tuple(
+        x / 1e9
+        for x in (
+            *update,
+            sum(update),
+            *rollout[:2],
+            sum(rollout),
+        )
+    )
 
 
 if __name__ == "__main__":
@@ -76,7 +106,11 @@ if __name__ == "__main__":
     columns = "weights, gradients, Adam, bf16 weights, activations, head, **update**, KV cache, drawing, **evaluation**"
     print(f"\n| Qwen2.5 | trained | tokens at once | {columns.replace(', ', ' | ')} |{chr(10)}{'|---' * 13}|")
     for name in SAVED:
-        for method in ({"lora": False}, {"lora": True}, {"lora": False, "checkpointing": True}):
+        for method in (
+            {"lora": False},
+            {"lora": True},
+            {"lora": False, "checkpointing": True},
+        ):
             for tokens in (16384, 4096):
                 words = "LoRA" if method["lora"] else "all, checkpointing" if len(method) == 2 else "all"
                 figures = " | ".join(f"{figure:.1f}" for figure in one_gpu(name, tokens, **method))

@@ -22,18 +22,20 @@ PRESETS = tuple(grpo.config.PRESETS)
 MEASURED = ("eval/greedy_accuracy", "eval/mean@8", "eval/pass@8", "eval/format")
 
 
-def run(preset: str, seed: int, steps: int, folder: Path, before: dict | None, config: Path) -> dict:
-    """One training run: its evaluations and its accuracy by step.
-
-    Args:
-        before: the evaluation before training, if another run of this seed has it: it does not depend on the preset.
-    """
+def run(preset: str, seed: int, steps: int, folder: Path, config: Path) -> dict:
+    """One training run: its evaluations and its accuracy by step."""
     output = folder / f"{preset}-{seed}"
     shutil.rmtree(output, ignore_errors=True)
     lines = train(
-        output, "--config", str(config), f"algorithm={{name: {preset}}}", f"seed={seed}", f"optim.max_steps={steps}",
-        f"eval.before_training={before is None}", "runtime.threads_per_rank=1", "runtime.device=cpu",
-    )  # fmt: skip
+        output,
+        "--config",
+        str(config),
+        f"algorithm={{name: {preset}}}",
+        f"seed={seed}",
+        f"optim.max_steps={steps}",
+        "runtime.threads_per_rank=1",
+        "runtime.device=cpu",
+    )
     shutil.rmtree(output)
     trained = [line for line in lines if line["step"] > 0]
     accuracy = next(name for name in ("rewards/accuracy/mean", "rewards/countdown/mean") if name in trained[0])
@@ -41,7 +43,7 @@ def run(preset: str, seed: int, steps: int, folder: Path, before: dict | None, c
         "preset": preset,
         "seed": seed,
         "steps": steps,
-        "before": before or {name: lines[0][name] for name in MEASURED},
+        "before": {name: lines[0][name] for name in MEASURED},
         "after": {name: trained[-1][name] for name in MEASURED},
         "accuracy_of_last_10_steps": statistics.mean(line[accuracy] for line in trained[-10:]),
         "accuracy_by_step": [round(line[accuracy], 4) for line in trained],
@@ -58,7 +60,8 @@ def table(runs: list[dict]) -> str:
 
     def add(label: str, evaluations: list[dict], *, with_range: bool = True) -> None:
         found = {name: [100 * evaluation[name] for evaluation in evaluations] for name in MEASURED}
-        samples, means = found["eval/mean@8"], {name: statistics.mean(values) for name, values in found.items()}
+        samples = found["eval/mean@8"]
+        means = {name: statistics.mean(values) for name, values in found.items()}
         deviation = f"{statistics.stdev(samples):.1f}" if len(samples) > 1 else "-"
         spread = f"{min(samples):.1f} to {max(samples):.1f} " if with_range else ""
         rows.append(
@@ -73,21 +76,21 @@ def table(runs: list[dict]) -> str:
 
 
 def main() -> None:
-    p = parser(__doc__)
-    p.add_argument("--config", type=Path, default=ROOT / "configs/tiny_arithmetic.yaml")
-    p.add_argument("--steps", type=int, default=100)
-    p.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    p.add_argument("--presets", nargs="+", choices=PRESETS, default=PRESETS)
-    p.add_argument("--output", type=Path, default=RESULTS / "presets_learn.json")
-    p.add_argument("--runs", type=Path, default=ROOT / "runs/presets_learn", help="folder of the runs, then deleted")
-    options = p.parse_args()
+    options = parser(
+        __doc__,
+        config=ROOT / "configs/tiny_arithmetic.yaml",
+        steps=100,
+        seeds=[0, 1, 2],
+        presets=list(PRESETS),
+        output=RESULTS / "presets_learn.json",
+        runs=ROOT / "runs/presets_learn",
+    ).parse_args()
     runs = read_runs(options.output)
     for seed in options.seeds:
         for preset in options.presets:
             if any((r["preset"], r["seed"], r["steps"]) == (preset, seed, options.steps) for r in runs):
                 continue
-            before = next((r["before"] for r in runs if r["seed"] == seed), None)
-            runs.append(run(preset, seed, options.steps, options.runs, before, options.config.absolute()))
+            runs.append(run(preset, seed, options.steps, options.runs, options.config.absolute()))
             write_runs(options.output, runs)
             first, last = (runs[-1][when]["eval/mean@8"] for when in ("before", "after"))
             print(f"{preset:20} seed {seed}: mean@8 {first:.1%} -> {last:.1%}", flush=True)

@@ -20,12 +20,14 @@ def sharpen(model, mean_logprob: float = MEAN_LOGPROB) -> float:
 
     Measured over the tokens of a few random prompts. Returns the factor.
     """
-    backbone, head = model.base_model, model.get_output_embeddings()
+    backbone = model.base_model
+    head = model.get_output_embeddings()
     rng = torch.Generator().manual_seed(0)
     ids_BS = torch.randint(head.weight.shape[0], (4, 32), generator=rng).to(head.weight.device)
     hidden_NH = backbone(input_ids=ids_BS, use_cache=False).last_hidden_state[:, 16:].flatten(0, 1)
     logits_NV = head(hidden_NH).float()
-    least, most = 1e-3, 1e3
+    least = 1e-3
+    most = 1e3
     for _ in range(30):  # the entropy falls as the factor grows
         factor = (least * most) ** 0.5
         entropy = float(torch.distributions.Categorical(logits=logits_NV * factor).entropy().mean())

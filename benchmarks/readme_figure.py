@@ -12,13 +12,19 @@ scheme. Needs matplotlib (``pip install -e ".[plots]"``).
 import json
 from pathlib import Path
 
-from common import RESULTS, ROOT, get_pyplot, parser
+import matplotlib
+from common import RESULTS, ROOT, parser
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
 
 SMOOTHING = 5  # steps in the moving average
 
 # GitHub's text colours in both schemes; the other colours have enough contrast on both backgrounds.
 SCHEMES = {"light": {"text": "#1f2328", "faint": "#d1d9e0"}, "dark": {"text": "#f0f6fc", "faint": "#3d444d"}}
-OURS, TRL, REWARD = "#2f81f7", "#8b949e", "#db6d28"
+OURS = "#2f81f7"
+TRL = "#8b949e"
+REWARD = "#db6d28"
 CURVES = (("reward", "reward: accuracy + 0.5 format", REWARD), ("rewards/accuracy/mean", "accuracy", OURS))
 
 
@@ -43,8 +49,13 @@ def draw_learning(axes, steps: list[dict], before: dict, after: dict) -> None:
         values = [line[name] for line in steps]
         axes.plot(x, values, color=color, linewidth=0.7, alpha=0.35)
         axes.plot(x, moving_average(values), color=color, linewidth=2, label=label)
-    axes.set(xlabel="step", xlim=(0, len(x)), ylim=(0, 1.6))
-    first, last = before["eval/mean@8"], after["eval/mean@8"]
+    axes.set(
+        xlabel="step",
+        xlim=(0, len(x)),
+        ylim=(0, 1.6),
+    )
+    first = before["eval/mean@8"]
+    last = after["eval/mean@8"]
     axes.set_title(f"./launch.sh: held-out accuracy {first:.1%} to {last:.1%}", loc="left")
     axes.legend(loc="lower right", frameon=False)
 
@@ -53,16 +64,25 @@ def draw_speed(axes, results: list[dict], text: str) -> None:
     """Two bars per precision at the paper's beta, each sampling plus the rest of the step."""
     chosen = [entry for entry in results if entry["setting"]["beta"] == 0.04]
     chosen.sort(key=lambda entry: entry["setting"]["precision"], reverse=True)
-    ticks, labels = [], []
+    ticks = []
+    labels = []
     for number, entry in enumerate(chosen):
         summary = entry["summary"]
         for offset, (side, color) in enumerate((("ours", OURS), ("trl", TRL))):
             y = number * 2.6 + offset
-            step, sampling = summary["step"][side], summary["sampling"][side]
+            step = summary["step"][side]
+            sampling = summary["sampling"][side]
             if side == "trl":  # both of the setting that is fastest in the whole step
                 sampling = summary["sampling"]["of_trl"][summary["step"]["best"]]
             axes.barh(y, sampling, color=color, height=0.8)
-            axes.barh(y, step - sampling, left=sampling, color=color, height=0.8, alpha=0.55)
+            axes.barh(
+                y,
+                step - sampling,
+                left=sampling,
+                color=color,
+                height=0.8,
+                alpha=0.55,
+            )
             factor = f"  ({summary['step']['ratio']:.2f} times as fast)" if side == "ours" else ""
             axes.text(step + 0.08, y, f"{step:.2f} s{factor}", va="center", color=text)
             ticks.append(y)
@@ -74,17 +94,30 @@ def draw_speed(axes, results: list[dict], text: str) -> None:
 
 
 def draw(run: Path, scheme: str, path: Path) -> None:
-    text, faint = SCHEMES[scheme]["text"], SCHEMES[scheme]["faint"]
+    text = SCHEMES[scheme]["text"]
+    faint = SCHEMES[scheme]["faint"]
     style = {
         **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), text),
-        "axes.edgecolor": faint, "grid.color": faint, "axes.grid": True, "axes.grid.axis": "x",
-        "axes.axisbelow": True, "axes.spines.top": False, "axes.spines.right": False,
-        "font.size": 10, "axes.titlesize": 11, "figure.facecolor": "none",
-        "axes.facecolor": "none", "svg.hashsalt": "grpo",
-    }  # fmt: skip
-    pyplot = get_pyplot()
+        "axes.edgecolor": faint,
+        "grid.color": faint,
+        "axes.grid": True,
+        "axes.grid.axis": "x",
+        "axes.axisbelow": True,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "font.size": 10,
+        "axes.titlesize": 11,
+        "figure.facecolor": "none",
+        "axes.facecolor": "none",
+        "svg.hashsalt": "grpo",
+    }
     with pyplot.rc_context(style):
-        figure, (left, right) = pyplot.subplots(1, 2, figsize=(11.5, 3.4), width_ratios=(1, 1.15))
+        figure, (left, right) = pyplot.subplots(
+            1,
+            2,
+            figsize=(11.5, 3.4),
+            width_ratios=(1, 1.15),
+        )
         draw_learning(left, *read_run(run))
         draw_speed(right, json.loads((RESULTS / "compare_trl.json").read_text())["results"], text)
         figure.tight_layout(w_pad=3)
@@ -93,10 +126,11 @@ def draw(run: Path, scheme: str, path: Path) -> None:
 
 
 def main() -> None:
-    p = parser(__doc__)
-    p.add_argument("--run", type=Path, default=ROOT / "runs" / "tiny_arithmetic", help="output folder of the demo")
-    p.add_argument("--folder", type=Path, default=ROOT / "docs" / "figures", help="where the pictures go")
-    options = p.parse_args()
+    options = parser(
+        __doc__,
+        run=ROOT / "runs/tiny_arithmetic",
+        folder=ROOT / "docs/figures",
+    ).parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     for scheme in SCHEMES:
         draw(options.run, scheme, options.folder / f"demo_and_speed_{scheme}.svg")

@@ -9,9 +9,6 @@ Lengths are forced: row r may end only at a length drawn from a log-normal distr
 in turn; medians.
 
 A vLLM server gets the weights before each run (timed apart), and returns log-probs, which ours computes.
-
-Beside it the bound that memory sets: every step reads all weights and the keys and values of the rows in flight once,
-at the bandwidth that a plain copy reaches here. (A step of many rows on a CPU is bound by its arithmetic instead.)
 """
 
 import json
@@ -34,8 +31,18 @@ from grpo.rollout.decode_loop import decode
 from grpo.rollout.draw import draw_and_record
 
 SHAPES = {
-    "qwen2.5-0.5b": dict(hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14),
-    "qwen2.5-1.5b": dict(hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12),
+    "qwen2.5-0.5b": dict(
+        hidden_size=896,
+        intermediate_size=4864,
+        num_hidden_layers=24,
+        num_attention_heads=14,
+    ),
+    "qwen2.5-1.5b": dict(
+        hidden_size=1536,
+        intermediate_size=8960,
+        num_hidden_layers=28,
+        num_attention_heads=12,
+    ),
 }
 for sizes in SHAPES.values():
     sizes["num_key_value_heads"] = 2
@@ -47,7 +54,8 @@ class EndsAt(LogitsProcessor):
     """Row r's only choice at its last place is EOS, and EOS is no choice before."""
 
     def __init__(self, lengths_R: torch.Tensor, prompt: int):
-        self.lengths_R, self.prompt = lengths_R, prompt
+        self.lengths_R = lengths_R
+        self.prompt = prompt
 
     def __call__(self, input_ids, scores):
         return ends_at(scores, self.lengths_R == input_ids.shape[1] - self.prompt + 1)
@@ -80,7 +88,14 @@ def load(a, device) -> Policy:
         with torch.device(device):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
         sharpen(model)
-    return Policy(model.to(device).eval(), NoTokenizer(), (EOS,), 0, device, a.precision)
+    return Policy(
+        model.to(device).eval(),
+        NoTokenizer(),
+        (EOS,),
+        0,
+        device,
+        a.precision,
+    )
 
 
 class ForcedLengths(BuiltinEngine):
@@ -113,7 +128,11 @@ def ours(engine, prompts_UL, lengths_UG, T) -> int:
     problems = [Problem(u, "", tuple(row)) for u, row in enumerate(prompts_UL.tolist())]
     engine.lengths_UG = lengths_UG.cpu()
     with patch("grpo.rollout.decode_loop.draw_and_record", forced_draw):
-        groups = engine.generate(problems, SamplingParams(lengths_UG.shape[1], T), seed_key=(0, "benchmark", 0))
+        groups = engine.generate(
+            problems,
+            SamplingParams(lengths_UG.shape[1], T),
+            seed_key=(0, "benchmark", 0),
+        )
     return sum(len(c.ids) for group in groups for c in group.completions)
 
 
@@ -122,60 +141,49 @@ def theirs(engine, prompts_UL, lengths_UG, T) -> int:
     prompts_RL = prompts_UL.repeat_interleave(lengths_UG.shape[1], dim=0)
     with torch.no_grad(), policy.autocast():
         out = policy.model.generate(
-            prompts_RL, attention_mask=torch.ones_like(prompts_RL), max_new_tokens=T, do_sample=True, temperature=1.0,
-            top_k=0, top_p=1.0, eos_token_id=EOS, pad_token_id=0,
+            prompts_RL,
+            attention_mask=torch.ones_like(prompts_RL),
+            max_new_tokens=T,
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            top_p=1.0,
+            eos_token_id=EOS,
+            pad_token_id=0,
             logits_processor=LogitsProcessorList([EndsAt(lengths_UG.flatten(), prompts_RL.shape[1])]),
-        )  # fmt: skip
+        )
     return int(lengths_UG.sum()) if out.shape[1] <= prompts_RL.shape[1] + T else -1
 
 
-def copy_bandwidth(device) -> float:
-    """Bytes a second that a copy of 256 MiB reads and writes."""
-    source = torch.zeros(2**28, dtype=torch.uint8, device=device)
-    target, seconds = torch.empty_like(source), []
-    for _ in range(10):
-        start = time.perf_counter()
-        target.copy_(source)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - start)
-    return 2 * source.numel() / statistics.median(seconds)
-
-
-def bound_seconds(model, lengths_UG, prompt: int, precision: str, bandwidth: float) -> float:
-    """To read weights, and each prompt's and each row's keys and values, once a step; the prefill is left out."""
-    c, size = model.config, 2 if precision == "bf16" else 4
-    width = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
-    per_token = 2 * c.num_hidden_layers * c.num_key_value_heads * width * size
-    weights, total = size * sum(p.numel() for p in model.parameters()), 0.0
-    for t in range(1, int(lengths_UG.max())):
-        alive_UG = lengths_UG > t
-        total += weights + per_token * (prompt * int(alive_UG.any(dim=1).sum()) + t * int(alive_UG.sum()))
-    return total / bandwidth
-
-
 def main() -> None:
-    p = parser(__doc__)
-    p.add_argument("--model", help="folder; else --shape")
-    p.add_argument("--shape", default="qwen2.5-0.5b", choices=SHAPES)
-    p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    p.add_argument("--precision", default="bf16", choices=["bf16", "fp32"])
-    p.add_argument("--rows", type=int, default=32)
-    p.add_argument("--group", type=int, default=8)
-    p.add_argument("--prompt", type=int, default=256)
-    p.add_argument("--max-length", type=int, default=256)
-    p.add_argument("--repeats", type=int, default=5)
-    p.add_argument("--threads", type=int, default=torch.get_num_threads())
-    p.add_argument("--server", help="address of a vLLM server with the model")
-    p.add_argument("--weights-folder", default="/dev/shm", help="through which that server gets the weights")
-    p.add_argument("--output", help="JSON file to write")
-    a = p.parse_args()
+    a = parser(
+        __doc__,
+        model=None,
+        shape="qwen2.5-0.5b",
+        device="cuda" if torch.cuda.is_available() else "cpu",
+        precision="bf16",
+        rows=32,
+        group=8,
+        prompt=256,
+        max_length=256,
+        repeats=5,
+        threads=torch.get_num_threads(),
+        server=None,
+        weights_folder="/dev/shm",
+        output=None,
+    ).parse_args()
     torch.set_num_threads(a.threads)
     device = torch.device(a.device)
     policy = load(a, device)
     rng = torch.Generator().manual_seed(0)
-    U, vocabulary = a.rows // a.group, policy.model.config.vocab_size
-    prompts_UL = torch.randint(2, vocabulary, (U, a.prompt), generator=rng).to(device)
+    U = a.rows // a.group
+    vocabulary = policy.model.config.vocab_size
+    prompts_UL = torch.randint(
+        2,
+        vocabulary,
+        (U, a.prompt),
+        generator=rng,
+    ).to(device)
     median = a.max_length / 2.6
     lengths_UG = (torch.randn(U, a.group, generator=rng) * 0.5).exp().mul(median).round().clamp(1, a.max_length).long()
     reason = check_model(policy, CompletionScorer(policy.model))
@@ -188,7 +196,12 @@ def main() -> None:
     if a.server:
         from vllm_server import Served  # needs the extra vllm
 
-        served = sides["vLLM, server"] = Served(a.server, policy, a.threads, a.weights_folder)
+        served = sides["vLLM, server"] = Served(
+            a.server,
+            policy,
+            a.threads,
+            a.weights_folder,
+        )
     rates: dict[str, list[float]] = {name: [] for name in sides}
     for number in range(a.repeats + 1):
         for name, side in in_turn(sides.items(), number + 1):
@@ -201,11 +214,9 @@ def main() -> None:
             assert tokens == int(lengths_UG.sum()), (name, tokens)
             if number:  # the first of each is warm-up
                 rates[name].append(tokens / (time.perf_counter() - start))
-    bandwidth, per_second = copy_bandwidth(device), {name: statistics.median(x) for name, x in rates.items()}
-    bound = int(lengths_UG.sum()) / bound_seconds(policy.model, lengths_UG, a.prompt, a.precision, bandwidth)
+    per_second = {name: statistics.median(x) for name, x in rates.items()}
     arguments = {name: value for name, value in vars(a).items() if name not in NOT_RECORDED}
     result = about(torch=torch.__version__, arguments=arguments, tokens_per_second=per_second)
-    result |= {"copy_bytes_per_second": bandwidth, "bandwidth_bound": bound, "share": per_second["ours"] / bound}
     result["ours_is_times_as_fast_as"] = {name: ratios(rates["ours"], rates[name]) for name in rates if name != "ours"}
     if served:
         result |= {"vllm_server": str(served.engine), "weight_sync_seconds": served.stop()}

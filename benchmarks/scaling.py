@@ -23,10 +23,18 @@ def seconds_per_step(a, ranks: int) -> tuple[float, float]:
     """Seconds per 100 tokens of mean completion length: of the step, and of its update on the slowest rank."""
     with tempfile.TemporaryDirectory() as folder:
         lines = train(
-            Path(folder) / "run", "--config", f"{ROOT}/configs/gsm8k_cpu.yaml", f"model.name_or_path={a.model}",
-            f"data.dataset={a.data}", f"rollout.prompts_per_step={a.prompts * ranks}", f"optim.max_steps={a.steps}",
-            "eval.before_training=false", "eval.max_samples=2", "runtime.threads_per_rank=1", ranks=ranks,
-        )[1:]  # fmt: skip
+            Path(folder) / "run",
+            "--config",
+            f"{ROOT}/configs/gsm8k_cpu.yaml",
+            f"model.name_or_path={a.model}",
+            f"data.dataset={a.data}",
+            f"rollout.prompts_per_step={a.prompts * ranks}",
+            f"optim.max_steps={a.steps}",
+            "eval.before_training=false",
+            "eval.max_samples=2",
+            "runtime.threads_per_rank=1",
+            ranks=ranks,
+        )[1:]
     tokens = sum(line["completions/mean_length"] for line in lines) / 100
     return sum(line["step_time"] for line in lines) / tokens, sum(line["time/update"] for line in lines) / tokens
 
@@ -48,27 +56,30 @@ def paper() -> None:
     generator = torch.Generator().manual_seed(0)
     for ranks in (1, 8, 64, 512):
         lengths = (torch.randn(400, ranks, 64, generator=generator) * 0.5).exp().mul(200).clamp(max=1024)
-        tokens, longest = lengths.sum(dim=2), lengths.amax(dim=(1, 2)).mean()
+        tokens = lengths.sum(dim=2)
+        longest = lengths.amax(dim=(1, 2)).mean()
         busiest = (tokens.max(dim=1).values / tokens.mean(dim=1)).mean()
         print(f"{ranks} ranks: longest {longest:.0f}, busiest rank {busiest:.2f} times the mean")
 
 
 def main() -> None:
-    p = parser(__doc__)
-    p.add_argument("--model")
-    p.add_argument("--data")
-    p.add_argument("--paper", action="store_true")
-    p.add_argument("--ranks", type=int, default=2)
-    p.add_argument("--prompts", type=int, default=4, help="problems per rank")
-    p.add_argument("--steps", type=int, default=5)
-    p.add_argument("--repeats", type=int, default=3)
-    p.add_argument("--output")
-    a = p.parse_args()
+    a = parser(
+        __doc__,
+        model=None,
+        data=None,
+        paper=False,
+        ranks=2,
+        prompts=4,
+        steps=5,
+        repeats=3,
+        output=None,
+    ).parse_args()
     if a.paper:
         paper()
         return
     os.environ["OMP_NUM_THREADS"] = "1"
-    many, rounds = str(a.ranks), []
+    many = str(a.ranks)
+    rounds = []
     sides = {
         "1": lambda: seconds_per_step(a, 1),
         many: lambda: seconds_per_step(a, a.ranks),

@@ -15,7 +15,8 @@ from types import SimpleNamespace
 
 from common import trl_trainer
 
-P, G = 4, 8
+P = 4
+G = 8
 SYSTEM = (
     "Answer the question. First think step by step between <think> and </think>, then give the final number between "
     "<answer> and </answer>.\n\nExample question: Natalia sold clips to 48 of her friends in April, and then she sold "
@@ -45,16 +46,24 @@ def ours(a, wait_for_turn) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "rows.jsonl"
         data.write_text("".join(json.dumps(row) + "\n" for row in problems(a)), encoding="utf-8")
-        code = train_grpo.main([
-            f"output_dir={folder}/run", f"model.name_or_path={a.model}", f"data.dataset={data}",
-            "data.prompt_column=question", "data.answer_column=answer", "data.max_prompt_length=1024",
-            f"data.system_prompt={json.dumps(SYSTEM)}", "reward.functions=[{name: format}]",
-            f"rollout={{prompts_per_step: {P}, num_generations: {G}, max_completion_length: {a.max_tokens}}}",
-            f"algorithm={{name: grpo, beta: {a.beta}}}", "optim.learning_rate=1.0e-6", f"optim.max_steps={a.steps}",
-            f"optim.tokens_per_microbatch={a.tokens_per_microbatch}",
-            f"runtime={{precision: {a.precision}, threads_per_rank: {a.threads}}}",
-            f"model.disable_dropout={json.dumps(not a.padded)}",
-        ])  # fmt: skip
+        code = train_grpo.main(
+            [
+                f"output_dir={folder}/run",
+                f"model.name_or_path={a.model}",
+                f"data.dataset={data}",
+                "data.prompt_column=question",
+                "data.answer_column=answer",
+                "data.max_prompt_length=1024",
+                f"data.system_prompt={json.dumps(SYSTEM)}",
+                "reward.functions=[{name: format}]",
+                f"rollout={{prompts_per_step: {P}, num_generations: {G}, max_completion_length: {a.max_tokens}}}",
+                f"algorithm={{name: grpo, beta: {a.beta}}}",
+                "optim.learning_rate=1.0e-6",
+                f"optim.max_steps={a.steps}",
+                f"optim.tokens_per_microbatch={a.tokens_per_microbatch}",
+                f"runtime={{precision: {a.precision}, threads_per_rank: {a.threads}}}",
+            ]
+        )
         assert code == 0
         lines = [json.loads(line) for line in (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if line["step"]]
@@ -97,20 +106,34 @@ def trl(a, wait_for_turn) -> dict:
             record["sampling"].append(time.perf_counter() - start)
             return result
 
-    system, rows = {"role": "system", "content": SYSTEM}, problems(a)
+    system = {"role": "system", "content": SYSTEM}
+    rows = problems(a)
     prompts = [[system, {"role": "user", "content": row["question"]}] for row in rows]
     rows = [{"prompt": prompt, "answer": row["answer"]} for prompt, row in zip(prompts, rows, strict=True)]
     with tempfile.TemporaryDirectory() as folder:
         trl_trainer(
-            a.model, rows, has_format, folder, cls=Timed, callbacks=[Clock()],
+            a.model,
+            rows,
+            has_format,
+            folder,
+            cls=Timed,
+            callbacks=[Clock()],
             dtype="bfloat16" if "bf16-weights" in options else "float32",
             per_device_train_batch_size=int(rows_of_microbatch),
-            gradient_accumulation_steps=P * G // int(rows_of_microbatch), num_generations=G,
-            max_completion_length=a.max_tokens, temperature=1.0, beta=a.beta, learning_rate=1e-6,
-            lr_scheduler_type="constant", loss_type="grpo", max_steps=a.steps, bf16=a.precision == "bf16",
-            use_cpu=not torch.cuda.is_available(), gradient_checkpointing="checkpointing" in options,
+            gradient_accumulation_steps=P * G // int(rows_of_microbatch),
+            num_generations=G,
+            max_completion_length=a.max_tokens,
+            temperature=1.0,
+            beta=a.beta,
+            learning_rate=1e-6,
+            lr_scheduler_type="constant",
+            loss_type="grpo",
+            max_steps=a.steps,
+            bf16=a.precision == "bf16",
+            use_cpu=not torch.cuda.is_available(),
+            gradient_checkpointing="checkpointing" in options,
             use_transformers_continuous_batching="continuous-batching" in options,
-        ).train()  # fmt: skip
+        ).train()
     return record
 
 

@@ -30,9 +30,19 @@ from grpo.rollout import BuiltinEngine
 LOSS_TYPES = {"response_mean": "grpo", "token_mean": "dapo", "constant": "dr_grpo"}
 """``algorithm.aggregation`` -> TRL's name of the same average."""
 PASSED_ON = {
-    "name", "scale", "aggregation", "importance_level", "epsilon", "epsilon_high", "delta", "beta",
-    "mask_truncated_completions", "ref_sync_steps", "ref_sync_alpha", "advantage_eps",
-}  # fmt: skip
+    "name",
+    "scale",
+    "aggregation",
+    "importance_level",
+    "epsilon",
+    "epsilon_high",
+    "delta",
+    "beta",
+    "mask_truncated_completions",
+    "ref_sync_steps",
+    "ref_sync_alpha",
+    "advantage_eps",
+}
 """Keys of the section ``algorithm`` that TRL gets below, or that change no result. TRL's ``advantage_eps`` is 1e-4."""
 
 
@@ -68,17 +78,24 @@ class Evaluate(TrainerCallback):
     """Evaluates before the first step, every N steps, and after the last."""
 
     def __init__(self, config, tokenizer, problems, every: int, device: torch.device):
-        self.config, self.tokenizer, self.problems, self.every = config, tokenizer, problems, every
+        self.config = config
+        self.tokenizer = tokenizer
+        self.problems = problems
+        self.every = every
         self.world = World(0, 1, 0, device)
         self.rewards = RewardRunner(config.reward.functions)
         self.points: list[dict] = []
         self.seconds = 0.0
 
     def measure(self, model, step: int) -> None:
-        started, config, tokenizer = time.perf_counter(), self.config, self.tokenizer
-        ends, precision = end_tokens(model, tokenizer), config.runtime.precision
+        started = time.perf_counter()
+        config = self.config
+        tokenizer = self.tokenizer
+        ends = end_tokens(model, tokenizer)
+        precision = config.runtime.precision
         policy = Policy(model, tokenizer, ends, tokenizer.pad_token_id, self.world.device, precision)
-        grader, sampling = Grader(config.eval, self.rewards), eval_sampling(config)
+        grader = Grader(config.eval, self.rewards)
+        sampling = eval_sampling(config)
         found = evaluate(BuiltinEngine(policy), self.problems, grader, self.world, sampling, seed=config.seed)
         self.points.append({"step": step, **found.metrics})
         self.seconds += time.perf_counter() - started
@@ -98,7 +115,9 @@ def main() -> None:
     use_cpu = config.runtime.device == "cpu" or not torch.cuda.is_available()
     path = resolve_model(config.model.name_or_path, config.data.dataset)
     tokenizer = load_tokenizer(path)
-    r, a, o = config.rollout, config.algorithm, config.optim
+    r = config.rollout
+    a = config.algorithm
+    o = config.optim
     check_settings(config)
     # As messages, which TRL writes into the chat template again.
     data = config.data.model_copy(update={"conversational": True})
@@ -116,25 +135,58 @@ def main() -> None:
     warmup = round(o.max_steps * o.warmup_steps) if o.warmup_steps < 1 else int(o.warmup_steps)
     with tempfile.TemporaryDirectory() as folder:
         trainer = trl_trainer(
-            path, rows, reward_functions(config), folder, tokenizer=tokenizer, callbacks=[callback],
-            seed=config.seed, data_seed=config.seed, max_steps=o.max_steps, use_cpu=use_cpu,
-            bf16=config.runtime.precision == "bf16", fp16=False,
+            path,
+            rows,
+            reward_functions(config),
+            folder,
+            tokenizer=tokenizer,
+            callbacks=[callback],
+            seed=config.seed,
+            data_seed=config.seed,
+            max_steps=o.max_steps,
+            use_cpu=use_cpu,
+            bf16=config.runtime.precision == "bf16",
+            fp16=False,
             gradient_checkpointing=config.model.gradient_checkpointing,
             # one step = prompts_per_step x G completions = one update, in the order given
-            per_device_train_batch_size=r.prompts_per_step * r.num_generations, gradient_accumulation_steps=1,
-            steps_per_generation=1, num_iterations=1, num_generations=r.num_generations, shuffle_dataset=False,
-            max_completion_length=r.max_completion_length, temperature=r.temperature, top_p=r.top_p, top_k=r.top_k,
-            min_p=r.min_p or None, repetition_penalty=1.0, use_vllm=False,
-            loss_type=LOSS_TYPES[a.aggregation], scale_rewards=a.scale, beta=a.beta, use_bias_correction_kl=False,
-            epsilon=a.epsilon, epsilon_high=a.clip_high, delta=a.delta, importance_sampling_level=a.importance_level,
-            mask_truncated_completions=a.mask_truncated_completions, disable_dropout=True,
-            sync_ref_model=a.ref_sync_steps > 0, ref_model_sync_steps=a.ref_sync_steps or 1,
+            per_device_train_batch_size=r.prompts_per_step * r.num_generations,
+            gradient_accumulation_steps=1,
+            steps_per_generation=1,
+            num_iterations=1,
+            num_generations=r.num_generations,
+            shuffle_dataset=False,
+            max_completion_length=r.max_completion_length,
+            temperature=r.temperature,
+            top_p=r.top_p,
+            top_k=r.top_k,
+            min_p=r.min_p or None,
+            repetition_penalty=1.0,
+            use_vllm=False,
+            loss_type=LOSS_TYPES[a.aggregation],
+            scale_rewards=a.scale,
+            beta=a.beta,
+            use_bias_correction_kl=False,
+            epsilon=a.epsilon,
+            epsilon_high=a.clip_high,
+            delta=a.delta,
+            importance_sampling_level=a.importance_level,
+            mask_truncated_completions=a.mask_truncated_completions,
+            disable_dropout=True,
+            sync_ref_model=a.ref_sync_steps > 0,
+            ref_model_sync_steps=a.ref_sync_steps or 1,
             ref_model_mixup_alpha=a.ref_sync_alpha,
-            reward_weights=[f.weight for f in config.reward.functions], optim="adamw_torch",
-            learning_rate=o.learning_rate, lr_scheduler_type=o.lr_scheduler_type, warmup_steps=warmup,
-            weight_decay=o.weight_decay, adam_beta1=o.betas[0], adam_beta2=o.betas[1], adam_epsilon=1e-8,
-            max_grad_norm=o.max_grad_norm, chat_template_kwargs=config.data.chat_template_kwargs,
-        )  # fmt: skip
+            reward_weights=[f.weight for f in config.reward.functions],
+            optim="adamw_torch",
+            learning_rate=o.learning_rate,
+            lr_scheduler_type=o.lr_scheduler_type,
+            warmup_steps=warmup,
+            weight_decay=o.weight_decay,
+            adam_beta1=o.betas[0],
+            adam_beta2=o.betas[1],
+            adam_epsilon=1e-8,
+            max_grad_norm=o.max_grad_norm,
+            chat_template_kwargs=config.data.chat_template_kwargs,
+        )
         started = time.perf_counter()
         trainer.train()
         seconds = time.perf_counter() - started - callback.seconds

@@ -43,9 +43,21 @@ def measure(a) -> dict[str, float]:
     vocabulary = policy.model.config.vocab_size
 
     def ids(n: int) -> tuple[int, ...]:
-        return tuple(torch.randint(2, vocabulary, (n,), generator=rng).tolist())
+        return tuple(
+            torch.randint(
+                2,
+                vocabulary,
+                (n,),
+                generator=rng,
+            ).tolist()
+        )
 
-    lengths = torch.randint(max(a.completion // 4, 1), a.completion + 1, (a.prompts, a.group), generator=rng).tolist()
+    lengths = torch.randint(
+        max(a.completion // 4, 1),
+        a.completion + 1,
+        (a.prompts, a.group),
+        generator=rng,
+    ).tolist()
     groups = [
         Group(Problem(p, "", ids(a.prompt)), tuple(Completion(ids(n), "", True) for n in row))
         for p, row in enumerate(lengths)
@@ -82,7 +94,8 @@ def flops(model, prompt: int, lengths: list[list[int]]) -> float:
     head = model.get_output_embeddings().weight
     embedding = model.get_input_embeddings().weight
     body = sum(p.numel() for p in model.parameters() if p is not head and p is not embedding)
-    completion_tokens, c = sum(map(sum, lengths)), model.config
+    completion_tokens = sum(map(sum, lengths))
+    c = model.config
     tokens = prompt * len(lengths) + completion_tokens
     pairs = len(lengths) * prompt**2 / 2 + sum(prompt * n + n**2 / 2 for row in lengths for n in row)
     width = c.num_attention_heads * (getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads)
@@ -94,7 +107,12 @@ def matmul_rate(device, precision: str) -> float:
     import torch
 
     n = 8192 if device.type == "cuda" else 2048
-    x = torch.randn(n, n, device=device, dtype=torch.bfloat16 if precision == "bf16" else torch.float32)
+    x = torch.randn(
+        n,
+        n,
+        device=device,
+        dtype=torch.bfloat16 if precision == "bf16" else torch.float32,
+    )
     seconds = []
     for _ in range(10):
         start = time.perf_counter()
@@ -106,19 +124,21 @@ def matmul_rate(device, precision: str) -> float:
 
 
 def main() -> None:
-    p = parser(__doc__)
-    p.add_argument("--model")
-    p.add_argument("--shape", default="qwen2.5-0.5b")
-    p.add_argument("--device", default="cpu")
-    p.add_argument("--precision", default="bf16", choices=["bf16", "fp32"])
-    p.add_argument("--prompts", type=int, default=4)
-    p.add_argument("--equal-groups", type=int, default=0, help="prompts whose completions have advantage 0")
-    p.add_argument("--points", default="8:256:256", help="lengths are uniform from a quarter of the longest to it")
-    p.add_argument("--vocabulary", type=int, help="with --model: random weights in its shape, with such a vocabulary")
-    p.add_argument("--tokens-per-microbatch", type=int, default=16384)
-    p.add_argument("--threads", type=int, default=2)
-    p.add_argument("--repeats", type=int, default=3)
-    p.add_argument("--output", help="output files, without suffix")
+    p = parser(
+        __doc__,
+        model=None,
+        shape="qwen2.5-0.5b",
+        device="cpu",
+        precision="bf16",
+        prompts=4,
+        equal_groups=0,
+        points="8:256:256",
+        vocabulary=0,
+        tokens_per_microbatch=16384,
+        threads=2,
+        repeats=3,
+        output=None,
+    )
     p.add_argument("--measure", nargs=2, help=argparse.SUPPRESS)  # side and point, in a process of its own
     a = p.parse_args()
     if a.measure:
@@ -128,12 +148,20 @@ def main() -> None:
         return
     columns = ["group", "prompt", "completion", "tokens/s, packed", "padded", "times", "utilisation, packed", "padded"]
     columns += ["peak MiB, packed", "padded"]
-    rows, lines = [], [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    rows = []
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for point in a.points.split():
         found: dict[str, list[dict]] = {"packed": [], "padded": []}
         for number in range(a.repeats):
             for side in in_turn(found, number):
-                command = [sys.executable, __file__, *sys.argv[1:], "--measure", side, point]
+                command = [
+                    sys.executable,
+                    __file__,
+                    *sys.argv[1:],
+                    "--measure",
+                    side,
+                    point,
+                ]
                 done = subprocess.run(command, capture_output=True, text=True, check=False)
                 if done.returncode:
                     raise SystemExit(done.stderr[-3000:])
@@ -143,14 +171,22 @@ def main() -> None:
         times = ratios(values["packed"]["tokens_per_second"], values["padded"]["tokens_per_second"])
         rows.append({"point": point, "median": median, "found": found})
         cells = [*point.split(":")]
-        for name, form in (("tokens_per_second", ".0f"), ("utilisation", ".0%"), ("peak_mib", ".0f")):
+        for name, form in (
+            ("tokens_per_second", ".0f"),
+            ("utilisation", ".0%"),
+            ("peak_mib", ".0f"),
+        ):
             cells += [f"{median[side][name]:{form}}" for side in found]
         cells.insert(5, f"{times['ratio']:.2f} ({times['least']:.2f} to {times['greatest']:.2f})")
         lines.append(f"| {' | '.join(cells)} |")
         print(lines[-1], flush=True)
     if a.output:
         arguments = {name: value for name, value in vars(a).items() if name not in ("measure", "output", "model")}
-        write(a.output, about(arguments=arguments, rows=rows), "\n".join(lines))
+        write(
+            a.output,
+            about(arguments=arguments, rows=rows),
+            "\n".join(lines),
+        )
 
 
 if __name__ == "__main__":

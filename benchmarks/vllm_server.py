@@ -25,11 +25,23 @@ class ForcedLengths(VLLMEngine):
 class Served:
     """A server; a call samples once, with the weights of the last :meth:`sync`."""
 
-    def __init__(self, address: str, policy: Policy, threads: int, weights_folder: str):
+    def __init__(
+        self,
+        address: str,
+        policy: Policy,
+        threads: int,
+        weights_folder: str,
+    ):
         world = start_world(RuntimeConfig(device=policy.device.type, threads_per_rank=threads))
         options = dict(weights_folder=weights_folder)
-        self.engine = ForcedLengths(policy, [Server(address, 600.0)], world=world, **options)
-        self.inside, self.seconds = ExitStack(), []
+        self.engine = ForcedLengths(
+            policy,
+            [Server(address, 600.0)],
+            world=world,
+            **options,
+        )
+        self.inside = ExitStack()
+        self.seconds = []
 
     def sync(self) -> None:
         """Load the current weights into the server."""
@@ -41,7 +53,11 @@ class Served:
     def __call__(self, _, prompts_UL, lengths_UG, T) -> int:
         problems = [Problem(u, "", tuple(row)) for u, row in enumerate(prompts_UL.tolist())]
         self.engine.lengths_UG = lengths_UG.cpu()
-        groups = self.engine.generate(problems, SamplingParams(lengths_UG.shape[1], T), seed_key=(0, "benchmark", 0))
+        groups = self.engine.generate(
+            problems,
+            SamplingParams(lengths_UG.shape[1], T),
+            seed_key=(0, "benchmark", 0),
+        )
         return sum(len(c.ids) for group in groups for c in group.completions)
 
     def stop(self) -> float:

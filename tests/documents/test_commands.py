@@ -213,12 +213,12 @@ def cut_recipe(command: str) -> str:
     if "grpo.sweep" in command:
         return f"{command} --table-only"  # checks every variant, and runs none
     if "learning_vs_trl.py" in command:
-        return "python benchmarks/learning_vs_trl.py --plot-only"
+        return "python benchmarks/learning_vs_trl.py --table-only"
     if "presets_learn.py" in command:
         return f"{command} --steps 1 --seeds 0 --presets grpo"
     if "gsm8k_learns.py" in command:
         return command + (
-            "" if "--plot-only" in command else " --steps 1 --seeds 0 --problems 2 --output results/g.json"
+            "" if "--table-only" in command else " --steps 1 --seeds 0 --problems 2 --output results/g.json"
         )
     assert "train_grpo.py" in command or "grpo.evaluation" in command, f"unknown: {command}"
     return f"{command} {CUTS} optim.min_lr=null rollout.prompts_per_step=2 eval.max_samples=2"
