@@ -47,7 +47,8 @@ def print_summary(
         f"algorithm {algorithm.name}: {algorithm.advantages or built_in}; {algorithm.objective}, "
         f"{algorithm.aggregation}, beta {algorithm.beta:g}, sampler correction "
         f"{algorithm.sampler_correction}",
-        f"output    {config.output_dir}, checkpoint.save_steps={config.checkpoint.save_steps}; {how_to_continue(config)}",
+        f"output    {config.output_dir}, checkpoint.save_steps={config.checkpoint.save_steps}; "
+        f"{how_to_continue(config)}",
         data_line(config.data, train, evaluation, len(eval_problems)),
         *train.notes,
         *warnings_of(config, train.problems, eval_problems),

@@ -26,7 +26,11 @@ NOT_HERE = ("python -m venv .venv-trl", "python tests/faults/soak.py", "source .
 ``environment()`` does the third. Nor are commands with vllm, which ``tests/faults/test_vllm_runs.py`` runs."""
 RECIPES = [ROOT / "docs" / "recipes.md", ROOT / "docs" / "learning.md"]
 """Their commands need a Hub: they have a test of their own."""
-FILES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+FILES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 
 CUTS = (
     "optim.max_steps=1 data.max_train_samples=64 data.max_eval_samples=4 eval.num_samples=1 eval.temperature=0 "
@@ -76,15 +80,20 @@ def tree(tmp_path_factory, random_model):
 
 def cut(command: str) -> str:
     for old, new in {
-        ".venv/bin/": f"{Path(sys.executable).parent}/", "checkpoint-150": "checkpoint-1",
-        "--nproc_per_node=8": "--nproc_per_node=2", "NPROC_PER_NODE=8": "NPROC_PER_NODE=1",
+        ".venv/bin/": f"{Path(sys.executable).parent}/",
+        "checkpoint-150": "checkpoint-1",
+        "--nproc_per_node=8": "--nproc_per_node=2",
+        "NPROC_PER_NODE=8": "NPROC_PER_NODE=1",
         "$GRPO_TEST_ASSETS/data/gsm8k/test.jsonl": "train.jsonl",
-        "10.0.0.1": "127.0.0.1", "29500": str(20000 + os.getpid() % 20000),
-        "ruff check .": "ruff check grpo", "--check .": "--check grpo",  # not the reader's files
-    }.items():  # fmt: skip
+        "10.0.0.1": "127.0.0.1",
+        "29500": str(20000 + os.getpid() % 20000),
+        "ruff check .": "ruff check grpo",
+        "--check .": "--check grpo",  # not the reader's files
+    }.items():
         command = command.replace(old, new)
     if "benchmarks/" in command:
-        program, options = re.match(r"(python \S+)", command)[0], " ".join(re.findall(r"--[\w-]+", command))
+        program = re.match(r"(python \S+)", command)[0]
+        options = " ".join(re.findall(r"--[\w-]+", command))
         return f'help="$({program} --help)"; for option in {options}; do grep -q -- "$option" <<< "$help"; done'
     data = " data.dataset=train.jsonl data.config_name=null" if "gsm8k" in command else ""
     if data and "gsm8k_cpu" not in command:
@@ -120,10 +129,14 @@ def cut_sweep(command: str) -> str:
 
 def environment() -> dict[str, str]:
     return os.environ | {
-        "GRPO_NO_SETUP": "1", "PYTHON": sys.executable, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "GRPO_NO_SETUP": "1",
+        "PYTHON": sys.executable,
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "NPROC_PER_NODE": "1",  # else launch.sh asks PyTorch, which takes seconds
-        "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "GRPO_TEST_ASSETS": os.environ.get("GRPO_TEST_ASSETS", "."),
-    }  # fmt: skip
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "GRPO_TEST_ASSETS": os.environ.get("GRPO_TEST_ASSETS", "."),
+    }
 
 
 def is_forked(command: str) -> bool:
@@ -143,11 +156,17 @@ def execute(tree: Path, together: list[str], **variables: str) -> None:
         return
     started = [
         subprocess.Popen(
-            ["bash", "-euo", "pipefail", "-c", command], cwd=tree, env=environment() | variables, text=True,
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+            ["bash", "-euo", "pipefail", "-c", command],
+            cwd=tree,
+            env=environment() | variables,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
         for command in together
-    ]  # fmt: skip
+    ]
     try:
         for command, process in zip(together, started, strict=True):
             printed = process.communicate(timeout=240)[0]
@@ -187,22 +206,6 @@ def machines(lines: list[str]) -> list[list[str]]:
         else:
             runs.append([line] * (2 if "--nnodes=2" in line else 1))
     return runs
-
-
-@pytest.mark.slow
-def test_the_slurm_script_starts_each_machine(tree):
-    """With stand-ins for Slurm's two programs: srun starts its command once a node."""
-    (script,) = blocks(ROOT / "docs" / "multi_gpu.md", "slurm")
-    programs = tree / "slurm"
-    programs.mkdir()
-    (programs / "scontrol").write_text("#!/bin/sh\nprintf '127.0.0.1\\n127.0.0.2\\n'\n")
-    (programs / "srun").write_text('#!/bin/sh\nSLURM_NODEID=1 "$@" & SLURM_NODEID=0 "$@" && wait $!\n')
-    for name in ("scontrol", "srun"):
-        (programs / name).chmod(0o755)
-    script = script.replace("output_dir=runs/X", f"output_dir=runs/slurm model.name_or_path=FOLDER {CUTS}")
-    slurm = f"SLURM_NNODES=2 SLURM_JOB_ID={os.getpid()} SLURM_JOB_NODELIST=a,b"
-    execute(tree, [f"export {slurm} NPROC_PER_NODE=1 PATH={programs}:$PATH\n{script}"])
-    assert (tree / "runs" / "slurm" / "checkpoint-1").is_dir()
 
 
 def cut_recipe(command: str) -> str:

@@ -34,7 +34,15 @@ def printed_in(folder, *arguments: str) -> str:
     """What Python prints in a process of its own, in another working directory."""
     env = environment_of_runs({"PYTHONPATH": str(ROOT)})
     command = [sys.executable, *arguments]
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
@@ -48,7 +56,11 @@ def test_compare_checkpoints(tmp_path):
 
 @pytest.mark.slow
 def test_the_code_of_the_document_runs(tmp_path):
-    (code,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "library.md").read_text(), re.MULTILINE | re.DOTALL)
+    (code,) = re.findall(
+        r"^```python\n(.*?)^```",
+        (ROOT / "docs" / "library.md").read_text(),
+        re.MULTILINE | re.DOTALL,
+    )
     code = code.replace("configs/", f"{ROOT}/configs/").replace('{"max_steps": 20}', '{"max_steps": 2}')
     code = code.replace('output_dir="', f'eval={{"max_samples": 8}}, output_dir="{tmp_path}/')
     assert "TrainingResult: 2 steps in" in printed_in(tmp_path, "-c", code)

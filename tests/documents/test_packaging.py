@@ -36,19 +36,39 @@ def test_files_that_are_no_modules_are_package_data():
 def test_the_page_is_installed_beside_the_package(tmp_path):
     pytest.importorskip("setuptools", minversion="77", reason="pyproject.toml asks pip for it")
     built = tmp_path / "built"
-    build = ["egg_info", "--egg-base", str(tmp_path), "build_py", "--build-lib", str(built)]
+    build = [
+        "egg_info",
+        "--egg-base",
+        str(tmp_path),
+        "build_py",
+        "--build-lib",
+        str(built),
+    ]
     command = [sys.executable, "-c", "from setuptools import setup; setup()", *build]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     code = "import grpo.library as l, importlib.util as u; print(l.PAGE, u.find_spec('train_grpo').origin)"
     environment = environment_of_runs({"PYTHONPATH": str(built)})
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert done.stdout.split() == [str(built / "train_grpo.py")] * 2
 
 
 def environment_of_a_fresh_clone(venv, python: str) -> dict[str, str]:
     # Without PIP_NO_COMPILE pip compiles thousands of files that nothing here imports.
-    environment = environment_of_runs({"GRPO_VENV": str(venv), "PYTHON": python, "PIP_NO_COMPILE": "1"})
+    environment = environment_of_runs(
+        {
+            "GRPO_VENV": str(venv),
+            "PYTHON": python,
+            "PIP_NO_COMPILE": "1",
+        }
+    )
     environment.pop("GRPO_NO_SETUP", None)
     environment.pop("PYTHONPATH", None)
     return environment
@@ -60,14 +80,27 @@ def test_an_example_runs_in_another_folder_after_the_set_up_of_a_training(tmp_pa
     venv = tmp_path / "venv"
     environment = environment_of_a_fresh_clone(venv, sys.executable)
     command = [ROOT / "launch.sh", "no_such_key=1"]  # which ends after the set-up
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 2
     assert "unknown key 'no_such_key'" in done.stderr
 
     folder = tmp_path / "elsewhere"
     folder.mkdir()
     example = [venv / "bin" / "python", ROOT / "examples" / "own_reward.py"]
-    shown = subprocess.run(example, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
+    shown = subprocess.run(
+        example,
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    ).stdout
     assert "TrainingResult: 12 steps in runs/own_reward" in shown
     assert len(re.search(r"mean length by step: \[(.*)\]", shown)[1].split(",")) == 12
     assert (folder / "runs" / "own_reward" / "metrics.jsonl").exists()
@@ -75,6 +108,12 @@ def test_an_example_runs_in_another_folder_after_the_set_up_of_a_training(tmp_pa
 
 def test_help_of_a_fresh_clone_answers_without_installing(tmp_path):
     environment = environment_of_a_fresh_clone(tmp_path / "venv", "false")
-    done = subprocess.run([ROOT / "launch.sh", "--help"], env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [ROOT / "launch.sh", "--help"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert "./launch.sh test" in done.stdout and not done.stderr
     assert not (tmp_path / "venv").exists()

@@ -1,16 +1,12 @@
 """The published runs of ``configs/``: the prompt they build, the rewards they give, and two steps of each file."""
 
 import hashlib
-import itertools
 import json
 import math
-import re
-import shlex
 
 import pytest
 from conftest import ROOT, run_trainer
 
-from grpo.commands.sweep import make_plan, read_varied
 from grpo.config import Config, load_config
 from grpo.data import load_rows, make_problems
 from grpo.model import load_tokenizer
@@ -26,8 +22,12 @@ MATH_ROWS = [
     for n in range(1, 30)
 ]
 GSM8K_RUNS = [
-    "gsm8k_llama3.2_1b_ddp", "gsm8k_smollm2_1.7b", "gsm8k_gemma3_1b", "first_principles", "gsm8k_qwen2.5_0.5b",
-]  # fmt: skip
+    "gsm8k_llama3.2_1b_ddp",
+    "gsm8k_smollm2_1.7b",
+    "gsm8k_gemma3_1b",
+    "first_principles",
+    "gsm8k_qwen2.5_0.5b",
+]
 
 
 def config_of(name: str, *overrides: str) -> Config:
@@ -67,114 +67,115 @@ def chat(*turns: tuple[str, str]) -> str:
 # --- prompts and rewards
 
 
-def test_llama_ddp_prompt_and_rewards(tmp_path, assets):
-    c = config_of("gsm8k_llama3.2_1b_ddp")
-    text, columns = prompt_of(c, tmp_path, assets, GSM8K_ROW)
+def test_prompts_of_gsm8k(tmp_path, assets):
+    """System prompt, worked example, question, in the template of the model."""
     example = "<reasoning>Two and two more make four: 2 + 2 = 4.</reasoning>\n<answer>4</answer>"
-    assert text == chat(
-        ("system", c.data.system_prompt), ("user", "What is 2+2?"), ("assistant", example), ("user", QUESTION)
-    )
-    assert columns["answer"] == "1,010"
-    assert rewards_of(c, [example], answer="4") == [3.0], "the worked example earns everything"
-    right = "<reasoning>a</reasoning>\n<answer>1,010</answer>"
-    texts = [right, f"{right}\n", right.replace("1,010", "7"), right.replace(">a<", ">\na\n<"), f"Well: {right}"]
-    assert rewards_of(c, texts, answer="1,010") == [3.0, 3.0, 1.0, 2.0, 2.0], "one line a tag"
-    texts = ["1,010", "so <answer> 1,010", "<answer>7</answer><answer>1,010</answer>", "<answer>1010</answer>"]
-    assert rewards_of(c, texts, answer="1,010") == [2.0, 2.0, 2.0, 0.0], "the last tag, closed or not, or all"
-
-
-def test_smollm2_prompt_is_the_sources_and_its_rewards(tmp_path, assets):
-    c = config_of("gsm8k_smollm2_1.7b")
-    text, columns = prompt_of(c, tmp_path, assets, GSM8K_ROW)
+    turns = {name: [("user", QUESTION)] for name in GSM8K_RUNS}
+    turns["gsm8k_llama3.2_1b_ddp"][:0] = [("user", "What is 2+2?"), ("assistant", example)]
+    turns["gsm8k_smollm2_1.7b"] = [("user", f"Question: {QUESTION}")]
+    for name, expected in turns.items():
+        config = config_of(name)
+        text, _ = prompt_of(config, tmp_path, assets, GSM8K_ROW)
+        assert text == chat(("system", config.data.system_prompt), *expected), name
     digest = "2140670d2d5bcd9bafb8d6fd1a54e9ad1728c10a10c22867f1cd52abe301259b"  # of the text in the source's code
-    assert hashlib.sha256(c.data.system_prompt.encode()).hexdigest() == digest
-    # The chat template of the tests' model has the same turns as SmolLM2's.
-    assert text == chat(("system", c.data.system_prompt), ("user", f"Question: {QUESTION}"))
-    example = c.data.system_prompt.partition("does Joel have left?")[2].partition("## Task")[0].strip()
-    assert rewards_of(c, [example], answer="12") == [1.5], "the worked example earns everything"
-    assert columns["answer"] == "1,010"
-    whole = "<think>3*4-2</think> <answer>10</answer>"
-    texts = [whole, whole.replace("10", "11"), whole.replace("<answer>10", "<answer> It is 10 pears ")]
-    texts += [whole.replace("10", "ten"), whole.replace("</think>", ""), f"Sure. {whole}", "<answer>10</answer>", "10"]
-    assert rewards_of(c, texts, answer="10") == [1.5, 0.5, 1.5, 0.0, 0.0, 0.0, 0.0, 0.0]
-    assert c.eval.format == "tag_groups"
+    assert hashlib.sha256(config_of("gsm8k_smollm2_1.7b").data.system_prompt.encode()).hexdigest() == digest
 
 
-def test_gemma_rewards(tmp_path, assets):
-    c = config_of("gsm8k_gemma3_1b")
-    text, _ = prompt_of(c, tmp_path, assets, GSM8K_ROW)
-    assert text == chat(("system", c.data.system_prompt), ("user", QUESTION))
-    for tag in ("<start_working_out>", "<end_working_out>", "<SOLUTION></SOLUTION>"):
-        assert tag in c.data.system_prompt
-    whole = "<start_working_out>\n3*4-2\n<end_working_out>\n<SOLUTION>10</SOLUTION>"
-    texts = [whole, whole + "\n", whole.replace("10", " 10\n"), whole.replace("10", "11"), "<SOLUTION>10</SOLUTION>"]
-    texts += [whole + " indeed", whole.replace("SOLUTION", "answer")]
-    assert rewards_of(c, texts, answer="10") == [6.0, 6.0, 4.5, 3.0, 0.0, 0.0, 0.0]
+LLAMA = "<reasoning>a</reasoning>\n<answer>1,010</answer>"
+SMOLLM = "<think>3*4-2</think> <answer>10</answer>"
+GEMMA = "<start_working_out>\n3*4-2\n<end_working_out>\n<SOLUTION>10</SOLUTION>"
+THINK = "<think>3*4-2</think>\n<answer>1010</answer>"
+REWARDS = [  # configuration, reference answer, completions with their rewards
+    (
+        "gsm8k_llama3.2_1b_ddp",
+        "1,010",
+        {
+            LLAMA: 3.0,
+            LLAMA.replace("1,010", "7"): 1.0,
+            LLAMA.replace(">a<", ">\na\n<"): 2.0,
+            f"Well: {LLAMA}": 2.0,
+            "so <answer> 1,010": 2.0,
+            "<answer>1010</answer>": 0.0,
+        },
+    ),
+    (
+        "gsm8k_smollm2_1.7b",
+        "10",
+        {
+            SMOLLM: 1.5,
+            SMOLLM.replace("10", "11"): 0.5,
+            SMOLLM.replace("<answer>10", "<answer> It is 10 pears "): 1.5,
+            SMOLLM.replace("10", "ten"): 0.0,
+            f"Sure. {SMOLLM}": 0.0,
+            "<answer>10</answer>": 0.0,
+        },
+    ),
+    (
+        "gsm8k_gemma3_1b",
+        "10",
+        {
+            GEMMA: 6.0,
+            GEMMA.replace("10", " 10\n"): 4.5,
+            GEMMA.replace("10", "11"): 3.0,
+            "<SOLUTION>10</SOLUTION>": 0.0,
+            f"{GEMMA} indeed": 0.0,
+        },
+    ),
+    (
+        "first_principles",
+        "1,010",
+        {THINK: 2.0, THINK.replace("1010", "7"): 1.0, "<answer>1010</answer>": 1.0, "1010": 0.0},
+    ),
+    (
+        "gsm8k_qwen2.5_0.5b",
+        "1,010",
+        {THINK: 2.0, THINK.replace("1010", "7"): 1.0, "<answer>1010</answer>": 1.0, "1010": 0.0},
+    ),
+    (
+        "math_r1_zero",
+        "\\frac{5}{6}",
+        {
+            "so </think> <answer>5/6</answer>": 1.0,
+            "so </think> <answer>$\\frac{10}{12}$</answer>": 1.0,
+            "so </think> <answer>5/7</answer>": 0.0,
+            "5/6": 0.0,
+        },
+    ),
+    ("didactic_one_token", "5", {"5": 1.0, "9": 0.0}),
+]
 
 
-@pytest.mark.parametrize("name", ["first_principles", "gsm8k_qwen2.5_0.5b"])
-def test_think_and_answer_runs(tmp_path, assets, name):
-    c = config_of(name)
-    text, columns = prompt_of(c, tmp_path, assets, GSM8K_ROW)
-    assert text == chat(("system", c.data.system_prompt), ("user", QUESTION))
-    whole = "<think>3*4-2</think>\n<answer>1010</answer>"
-    texts = [whole, whole.replace("1010", "7"), "<answer>1010</answer>", "1010"]
-    assert rewards_of(c, texts, **columns) == [2.0, 1.0, 1.0, 0.0]
+@pytest.mark.parametrize(("name", "answer", "expected"), REWARDS, ids=[name for name, *_ in REWARDS])
+def test_rewards(name, answer, expected):
+    assert rewards_of(config_of(name), list(expected), answer=answer) == list(expected.values())
 
 
-def test_r1_zero_prompt_and_rewards(tmp_path, assets):
-    c = config_of("math_r1_zero")
-    text, columns = prompt_of(c, tmp_path, assets, MATH_ROWS[0])
+def test_r1_zero_prompt(tmp_path, assets):
+    config = config_of("math_r1_zero")
+    text, columns = prompt_of(config, tmp_path, assets, MATH_ROWS[0])
     assert text.startswith("A conversation between User and Assistant. The User asks a question, and the Assistant")
     assert text.endswith(f"\nUser: {MATH_ROWS[0]['problem']}\nAssistant: <think>")
-    assert "<|im_start|>" not in text
     assert columns["answer"] == "\\frac{5}{6}", "the last box, with the braces inside it"
-    assert c.rollout.stop == ["</answer>"]
-    ends = (" <answer>5/6", " <answer>$\\frac{10}{12}$", " <answer>5/7", "\n<answer>5/6")
-    texts = [*(f"so </think>{end}</answer>" for end in ends), "5/6"]
-    assert rewards_of(c, texts, **columns) == [1.0, 1.0, 0.0, 0.0, 0.0]
+    assert config.rollout.stop == ["</answer>"]
 
 
-@pytest.mark.parametrize("row", [0, 1])
-def test_one_token_prompts_and_reward(tmp_path, assets, row):
-    c = config_of("didactic_one_token")
-    rows = [json.loads(line) for line in (ROOT / c.data.dataset).read_text().splitlines()]
-    text, columns = prompt_of(c, tmp_path, assets, rows[row])
-    assert text == f"Solve y = 2x + 1 for x = {2 + 2 * row}, y = ", "with its last blank, without a chat template"
-    assert rewards_of(c, ["5", "9", " 9", "the"], **columns) == [[1, 0, 0, 0], [0, 1, 1, 0]][row]
-
-
-def test_the_ablations_of_the_course_notes_are_one_sweep(tmp_path):
-    """The command in docs/recipes.md."""
-    document = (ROOT / "docs/recipes.md").read_text()
-    (command,) = re.findall(
-        r"^python -m grpo.sweep --config (configs/math_r1_zero.yaml .*?[^\\])\n", document, re.M | re.S
-    )
-    words = shlex.split(command.replace("\\\n", " "))
-    vary = [word for before, word in itertools.pairwise(words) if before == "--vary"]
-    overrides = [word for word in words if word.startswith("algorithm.") and word not in vary]
-    base = ["--config", str(ROOT / words[0]), *overrides]
-    runs = make_plan(base, read_varied(vary), [0], tmp_path, one_at_a_time="--one-at-a-time" in words)
-    plan = [run.config.algorithm for run in runs]
-    assert [(a.objective, a.baseline, a.scale, a.aggregation) for a in plan] == [
-        ("reinforce", "mean", "group", "response_mean"),
-        ("reinforce", "none", "none", "response_mean"),
-        ("clip", "mean", "group", "response_mean"),
-        ("reinforce", "mean", "none", "response_mean"),
-        ("reinforce", "mean", "group", "constant"),
-    ]
-    assert {(a.beta, a.advantage_eps, a.normalize_constant) for a in plan} == {(0.0, 1e-6, None)}
+def test_one_token_prompt(tmp_path, assets):
+    config = config_of("didactic_one_token")
+    row = json.loads((ROOT / config.data.dataset).read_text().splitlines()[0])
+    text, columns = prompt_of(config, tmp_path, assets, row)
+    assert text == "Solve y = 2x + 1 for x = 2, y = ", "with its last blank, without a chat template"
+    assert columns["answer"] == "5"
 
 
 def test_code_prompt_and_reward(tmp_path, assets):
     c = config_of("code_mbpp")
-    assert (c.data.dataset, c.data.config_name, c.data.eval_split) == ("google-research-datasets/mbpp", "full", "test")
     rows = [json.loads(line) for line in (ROOT / "configs/code_mbpp_rows.jsonl").read_text().splitlines()]
     text, columns = prompt_of(c, tmp_path, assets, rows[0])
     question = f"{rows[0]['text']}\nYour code must pass these tests:\n" + "\n".join(rows[0]["test_list"])
     assert text == chat(("system", c.data.system_prompt), ("user", question))
     assert set(columns) == {"task_id", "code", "test_list", "test_setup_code", "challenge_test_list"}, "as MBPP's"
-    code, wrong = rows[0]["code"], rows[0]["code"].replace("a > b", "a < b")
+    code = rows[0]["code"]
+    wrong = code.replace("a > b", "a < b")
     found = rewards_of(c, [f"```python\n{code}\n```", f"```python\n{wrong}\n```", "I cannot."], **rows[0])
     assert found == [1.0, 0.0, 0.0]
 
@@ -185,15 +186,20 @@ def test_code_prompt_and_reward(tmp_path, assets):
 def two_steps(name: str, tmp_path, assets, *changes: str) -> list[dict]:
     """Two steps of a config with only the model, data paths and sizes changed."""
     done = run_trainer(
-        "--config", f"configs/{name}.yaml", f"output_dir={tmp_path}/run",
-        f"model.name_or_path={assets}/models/gsm8k-7m", "rollout.prompts_per_step=2",
-        "rollout.max_completion_length=16", "data.max_prompt_length=512",
-        "optim.max_steps=2", "eval.max_samples=3", *changes,
-    )  # fmt: skip
+        "--config",
+        f"configs/{name}.yaml",
+        f"output_dir={tmp_path}/run",
+        f"model.name_or_path={assets}/models/gsm8k-7m",
+        "rollout.prompts_per_step=2",
+        "rollout.max_completion_length=16",
+        "data.max_prompt_length=512",
+        "optim.max_steps=2",
+        "eval.max_samples=3",
+        *changes,
+    )
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    evaluates = name != "didactic_one_token"
-    assert evaluates == ("before" in done.stdout and "after" in done.stdout)
-    assert [line["step"] for line in lines] == [0] * evaluates + [1, 2]
+    assert "before" in done.stdout and "after" in done.stdout
+    assert [line["step"] for line in lines] == [0, 1, 2]
     steps = lines[-2:]
     assert all(math.isfinite(line.get(name, 0)) for line in steps for name in ("loss", "grad_norm", "reward", "kl"))
     adapter = "adapter_" * config_of(name).uses_lora
@@ -207,9 +213,15 @@ def test_two_steps_on_gsm8k(tmp_path, assets, name, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     folder = assets / "data/gsm8k"
     lines = two_steps(
-        name, tmp_path, assets, f"data.dataset={folder}/train.jsonl", f"data.eval_dataset={folder}/test.jsonl",
-        "data.eval_split=train", "data.max_train_samples=20", "data.max_eval_samples=3",
-    )  # fmt: skip
+        name,
+        tmp_path,
+        assets,
+        f"data.dataset={folder}/train.jsonl",
+        f"data.eval_dataset={folder}/test.jsonl",
+        "data.eval_split=train",
+        "data.max_train_samples=20",
+        "data.max_eval_samples=3",
+    )
     config = config_of(name)
     assert (config.logging.wandb == "online") == bool(list(tmp_path.glob("run/wandb/offline-run-*")))
     for function in config.reward.functions:
@@ -232,19 +244,16 @@ def test_two_steps_of_r1_zero(tmp_path, assets, variant):
 
 
 @pytest.mark.slow
-def test_two_steps_of_the_one_token_run(tmp_path, assets):
-    for line in two_steps("didactic_one_token", tmp_path, assets, "rollout.max_completion_length=1"):
-        assert line["completions/max_length"] == line["completions/min_length"] == 1 and "kl" in line
-
-
-@pytest.mark.slow
 def test_two_steps_of_the_code_run(tmp_path, assets):
     """On rows of ours with MBPP's columns, all of whose solutions pass their tests."""
     for row in map(json.loads, (ROOT / "configs/code_mbpp_rows.jsonl").read_text().splitlines()):
         assert rewards_of(config_of("code_mbpp"), [row["code"]], **row) == [1.0], row["text"]
     changes = [
-        f"data.dataset={ROOT}/configs/code_mbpp_rows.jsonl", "data.config_name=null", "data.train_split=train[:4]",
-        "data.eval_split=train[4:]", "rollout.num_generations=2",
-    ]  # fmt: skip
+        f"data.dataset={ROOT}/configs/code_mbpp_rows.jsonl",
+        "data.config_name=null",
+        "data.train_split=train[:4]",
+        "data.eval_split=train[4:]",
+        "rollout.num_generations=2",
+    ]
     lines = two_steps("code_mbpp", tmp_path, assets, *changes)
     assert "rewards/python_tests/mean" in lines[1]

@@ -50,7 +50,8 @@ def test_it_restores_generators_gradients_and_weights(tmp_path):
     config = load_config([*small_run(model, tmp_path / "run"), "model.disable_dropout=false"])
     run = prepare(config, start_world(config.runtime))
     try:
-        state, weights = torch.get_rng_state(), [p.clone() for p in run.learner.policy.model.parameters()]
+        state = torch.get_rng_state()
+        weights = [p.clone() for p in run.learner.policy.model.parameters()]
         try_largest_step(run, run.tasks.problems.problems)
         assert torch.equal(torch.get_rng_state(), state)
         for p, before in zip(run.learner.policy.model.parameters(), weights, strict=True):
@@ -124,10 +125,21 @@ def run_with(mib: int, *arguments: str, tmp_path, rank: int = 0, ranks: int = 1)
     env |= {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "0", "LRU_CACHE_CAPACITY": "1"}
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
     return subprocess.run(
-        [sys.executable, *launcher, str(script), *arguments,
-         "runtime.try_largest_step=true", "runtime.threads_per_rank=1"],
-        capture_output=True, text=True, timeout=300, check=False, cwd=ROOT, env=env,
-    )  # fmt: skip
+        [
+            sys.executable,
+            *launcher,
+            str(script),
+            *arguments,
+            "runtime.try_largest_step=true",
+            "runtime.threads_per_rank=1",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        cwd=ROOT,
+        env=env,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -184,44 +196,22 @@ def test_a_default_that_does_not_fit_is_lowered(tmp_path, long_model):
     continued = run_with(4000, *arguments, tmp_path=tmp_path)
     assert not chosen(continued, "optim.tokens_per_microbatch") and "step 2/2" in continued.stdout
     assert results_of(output, 2) == whole
-    shutil.rmtree(output / "checkpoint-2")  # the value itself may be set, and so may another one
-    same = run_with(4000, *arguments, f"optim.tokens_per_microbatch={value}", tmp_path=tmp_path)
-    assert same.returncode == 0, same.stderr[-3000:]
-    shutil.rmtree(output / "checkpoint-2")
-    other = run_with(4000, *arguments, "optim.tokens_per_microbatch=900", tmp_path=tmp_path)
-    assert other.returncode == 0 and state_of(output, 2)["tokens_per_microbatch"] is None, other.stderr[-3000:]
 
 
 @pytest.mark.slow
-def test_all_ranks_choose_the_same_value(tmp_path, long_model):
-    arguments = long_run(long_model, tmp_path / "run", "algorithm.beta=0.0")
-    (value,) = chosen(run_with(60, *arguments, tmp_path=tmp_path, ranks=2, rank=1), "optim.tokens_per_microbatch")
-    assert 800 < int(value) < 16384
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("bound", "mib"), [("null", 220), ("80000", 180)])
-def test_a_rollout_too_large(tmp_path, bound, mib):
-    """A limit that the user set is refused; without one, one is chosen. 40,000 tokens need 140 MiB, 80,000 need 240."""
+def test_a_rollout_too_large(tmp_path):
+    """Without a limit by the user one is chosen. 40,000 tokens need 140 MiB, 80,000 need 240."""
     model = save_random_model(tmp_path / "model", max_position_embeddings=1024, hidden_size=128, num_key_value_heads=4)
     arguments = long_run(
-        model, tmp_path / "run", "rollout.prompts_per_step=32", "optim.tokens_per_microbatch=1000",
-        "algorithm.beta=0.0", f"rollout.tokens_in_flight={bound}",
-    )  # fmt: skip
-    first = run_with(mib, *arguments, tmp_path=tmp_path)
-    if bound == "null":
-        (value,) = chosen(first, "rollout.tokens_in_flight")
-        assert 800 < int(value) < 105984 and state_of(tmp_path / "run", 1)["tokens_in_flight"] == int(value)
-        return
-    told = refused(first)
-    found = re.fullmatch(
-        r"rollout\.tokens_in_flight=80000 is too much for prompts and completions of 414 tokens; (\d+) fits",
-        told,
+        model,
+        tmp_path / "run",
+        "rollout.prompts_per_step=32",
+        "optim.tokens_per_microbatch=1000",
+        "algorithm.beta=0.0",
     )
-    assert found and 800 < int(found[1]) < 80000, told
-    done = run_with(mib, *arguments, f"rollout.tokens_in_flight={found[1]}", tmp_path=tmp_path)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "the largest possible step was tried in " in done.stdout and "step 1/1" in done.stdout
+    (value,) = chosen(run_with(220, *arguments, tmp_path=tmp_path), "rollout.tokens_in_flight")
+    assert 800 < int(value) < 105984
+    assert state_of(tmp_path / "run", 1)["tokens_in_flight"] == int(value)
 
 
 @pytest.mark.slow

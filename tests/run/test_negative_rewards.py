@@ -20,7 +20,12 @@ def test_a_rounding_error_of_the_sum_is_no_negative_reward():
 @pytest.mark.slow
 def test_a_run_ends_at_the_first_negative_reward(tmp_path, random_model):
     reward = f"reward.functions=[{{name: '{ROOT}/tests/rewards_for_tests.py:constant', weight: -1}}]"
-    done = run_trainer(*small_run(random_model, tmp_path / "run"), "algorithm.name=maxrl", reward, check=False)
+    done = run_trainer(
+        *small_run(random_model, tmp_path / "run"),
+        "algorithm.name=maxrl",
+        reward,
+        check=False,
+    )
     assert done.returncode == 1
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert "algorithm.scale=mean" in line and "got -0.5: change the rewards or their weights" in line

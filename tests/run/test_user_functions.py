@@ -80,7 +80,8 @@ def test_advantages_without_a_file_are_refused():
 
 
 def test_a_file_that_changed_is_read_again_in_the_same_process(tmp_path):
-    file, found = tmp_path / "my_loss.py", []
+    file = tmp_path / "my_loss.py"
+    found = []
     config = make_config({"algorithm.advantages": f"{file}:two"})
     for factor in (2, 3):
         file.write_text(f"def two(rewards_PG, values_PGF):\n    return {factor} * rewards_PG\n")
@@ -92,10 +93,12 @@ def test_the_example_by_hand():
     """Ratios 2, 1, 0.5 and bounds 0.7, 1.5: the mean of 1.5, 1, 0.5 where A > 0, and of 2, 1, 0.7 where A < 0."""
     geometric_mean = load_object(f"{ROOT}/examples/own_loss.py:geometric_mean", "objective", "")
     new_BT = torch.tensor([[2.0, 1.0, 0.5]] * 2, dtype=torch.float64).log().requires_grad_()
-    mask_BT, A_B = torch.ones(2, 3), torch.tensor([2.0, -1.0])
+    mask_BT = torch.ones(2, 3)
+    A_B = torch.tensor([2.0, -1.0])
     options = dict(objective=geometric_mean, epsilon=0.3, epsilon_high=0.5)
     loss_sum, _ = policy_loss(new_BT, torch.zeros(2, 3), A_B, mask_BT, **options)
-    up, down = 0.75 ** (1 / 3), 1.4 ** (1 / 3)
+    up = 0.75 ** (1 / 3)
+    down = 1.4 ** (1 / 3)
     assert (loss_sum / loss_denominator(mask_BT)).item() == pytest.approx((-2 * up + down) / 2)
     loss_sum.backward()
     torch.testing.assert_close(
@@ -109,7 +112,8 @@ def test_the_example_by_hand():
 @pytest.mark.slow
 def test_runs_with_own_functions_are_those_of_the_built_in_ones(tmp_path, random_model):
     """On two ranks, with two updates a rollout, and continued; a changed file is refused."""
-    file, own = tmp_path / "my_loss.py", []
+    file = tmp_path / "my_loss.py"
+    own = []
     file.write_text(FILE)
 
     def run(folder, *changes, **options):
@@ -130,14 +134,19 @@ def test_runs_with_own_functions_are_those_of_the_built_in_ones(tmp_path, random
 @pytest.mark.slow
 def test_a_loss_trains_where_all_advantages_are_0_and_the_constant_divides_it(tmp_path, random_model):
     """Equal rewards, and a loss that does not look at them; twice the constant gives half the gradient."""
-    file, norms = tmp_path / "my_loss.py", {}
+    file = tmp_path / "my_loss.py"
+    norms = {}
     file.write_text(FILE)
     for constant in ("null", 12, 24):  # of completions of at most 12 tokens
         run_trainer(
-            *small_run(random_model, tmp_path / str(constant)), f"algorithm.objective={file}:likelihood",
-            f"reward.functions=['{ROOT}/tests/rewards_for_tests.py:constant']", "algorithm.aggregation=constant",
-            f"algorithm.normalize_constant={constant}", "algorithm.beta=0", "optim.max_steps=1",
+            *small_run(random_model, tmp_path / str(constant)),
+            f"algorithm.objective={file}:likelihood",
+            f"reward.functions=['{ROOT}/tests/rewards_for_tests.py:constant']",
+            "algorithm.aggregation=constant",
+            f"algorithm.normalize_constant={constant}",
+            "algorithm.beta=0",
+            "optim.max_steps=1",
             "eval.before_training=false",
-        )  # fmt: skip
+        )
         norms[constant] = lines(tmp_path / str(constant))[-1]["grad_norm"]
     assert norms["null"] == norms[12] == pytest.approx(2 * norms[24], rel=1e-5) and norms[12] > 0
