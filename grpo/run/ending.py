@@ -25,8 +25,14 @@ def run_to_completion(run: Run, train: Callable[[Run], None], *, ends_process: b
     afterwards (``ends_process=False``) raises the failure instead.
     """
     ends_process = ends_process or not run.world.is_alone
+    code = 0
     try:
-        code = _train_and_save(run, train)
+        try:
+            train(run)
+        except Interrupted:  # raised on all ranks after a vote
+            code = run.log.signals.exit_code
+        assert not run.progress.mid_update, "an update is never interrupted"
+        run.log.saver.save_newest()
     except BaseException as failure:
         # What fails from here on, because of a full disk for example, must not hide the failure.
         with contextlib.suppress(Exception):
@@ -36,22 +42,11 @@ def run_to_completion(run: Run, train: Callable[[Run], None], *, ends_process: b
         if ends_process:
             run.world.exit_now(1)
         raise
-    run.close()
-    return code
 
-
-def _train_and_save(run: Run, train: Callable[[Run], None]) -> int:
-    """Train, and save the newest complete step. Returns the exit code."""
-    try:
-        train(run)
-        code = 0
-    except Interrupted:  # raised on all ranks after a vote
-        code = run.log.signals.exit_code
-    assert not run.progress.mid_update, "an update is never interrupted"
-    run.log.saver.save_newest()
     if code:
         place = f"step {run.progress.step} of {run.max_steps}"
         run.log.reporter.print(f"stopped at {place}: {how_to_continue(run.config)}")
+    run.close()
     return code
 
 

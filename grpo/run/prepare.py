@@ -73,8 +73,7 @@ def prepare(config: Config, world: World, objects: Objects | None = None) -> Run
     """Check and build everything; None if the run is already complete.
 
     Args:
-        objects: rewards, tools and rows that a calling program passes, which goes on after the run;
-            None: the process ends with the run.
+        objects: rewards, tools and rows that a calling program passes.
 
     Raises:
         ValueError: on a user error, with a message of one line.
@@ -82,7 +81,7 @@ def prepare(config: Config, world: World, objects: Objects | None = None) -> Run
     on_failure = contextlib.ExitStack()
     run = None
     try:
-        run = _prepare(config, world, objects, on_failure)
+        run = _prepare(config, world, objects or Objects(), on_failure)
     finally:
         if run is None:  # else the run closes everything at its own end
             on_failure.close()
@@ -92,13 +91,11 @@ def prepare(config: Config, world: World, objects: Objects | None = None) -> Run
 def _prepare(
     config: Config,
     world: World,
-    objects: Objects | None,
+    objects: Objects,
     on_failure: contextlib.ExitStack,
 ) -> Run | None:
     world.check_same(settings_of_all_ranks(config))
     check_world_size(config, world.size)
-    ends_process = objects is None or not world.is_alone
-    objects = objects or Objects()
 
     # What the run reads, and where it starts.
     lock = Lock()
@@ -199,8 +196,9 @@ def _prepare(
     )
     trained = Trained(policy, models.optimizer, models.moving_reference)
     saver = Saver(config, world, trained, reporter, progress, max_steps, start.compared)
-    saver.try_saving()
-    signals = Signals(world, ends_process=ends_process)
+    if not config.debug:
+        saver.try_saving()
+    signals = Signals(world)
     on_failure.callback(signals.close)
 
     run = Run(
@@ -292,24 +290,22 @@ def _find_start(
     origin: str | None,
 ) -> StartPoint:
     """The state that the run starts from; ValueError if ranks, or the run before, read other files."""
-    rows = fingerprint(inputs.train)
     with world.fail_together():
         files = dict(inputs.user.source_files)
         if inputs.tools is not None:
             files |= inputs.tools.source_files
         content = content_digests(config, path, inputs.rewards, reference, files)
+        content["the training rows"] = fingerprint(inputs.train)
         if inputs.evaluation is not None:
             content["the evaluation rows"] = fingerprint(inputs.evaluation)
         model = model_digests("", path, with_weights=not world.is_alone)
+        start = read_start_point(config, checkpoint, {"origin": origin, "content": content})
 
     # Folders may have other names on other machines: the digests alone are compared.
     digests = " ".join(sorted([*content.values(), *model.values()]))
     of_files = "the content of data.dataset, model.name_or_path, reward.functions or another file"
-    world.check_same({of_files: sha256((rows + digests).encode()).hexdigest()[:12]})
+    world.check_same({of_files: sha256(digests.encode()).hexdigest()[:12]})
 
-    with world.fail_together():
-        content["the training rows"] = rows
-        start = read_start_point(config, checkpoint, {"origin": origin, "content": content})
     if start.changes and world.is_main:
         listed = "; ".join(f"{key}: {old} -> {new}" for key, old, new in start.changes)
         print(f"note: checkpoint.accept_changes accepts {listed}", flush=True)

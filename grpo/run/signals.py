@@ -2,12 +2,11 @@
 
 SIGTERM, SIGINT and SIGHUP stop the run: a rollout or an evaluation, which does not change the weights, at once; an
 update is finished first. SIGUSR1 saves a checkpoint at the end of the current step. A signal to one rank counts for
-all: ranks vote at the end of each rollout and of each step. A second stop signal ends the process.
+all: ranks vote at the end of each rollout and of each step. A second stop signal raises KeyboardInterrupt, which ends the run.
 """
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 import time
@@ -24,11 +23,9 @@ SAME_SIGNAL_SECONDS = 3.0
 class Signals:
     """Signal handlers, installed from construction until :meth:`close`; none outside the main thread."""
 
-    def __init__(self, world: World, *, ends_process: bool = True):
-        """Unless ``ends_process``, a second stop signal raises KeyboardInterrupt instead of ending the process."""
+    def __init__(self, world: World):
         self.world = world
         self.save_requested = False
-        self._ends_process = ends_process
         self._first_stop: float | None = None
         self._old_handlers = {}
         if threading.current_thread() is threading.main_thread():
@@ -65,10 +62,7 @@ class Signals:
         self.world.stop_signal = self.world.stop_signal or number
         self._first_stop = self._first_stop or now
         if now - self._first_stop > SAME_SIGNAL_SECONDS:
-            if not self._ends_process:
-                raise KeyboardInterrupt
-            os.write(2, f"second {signal.Signals(number).name}: exiting at once\n".encode())
-            os._exit(128 + number)
+            raise KeyboardInterrupt(f"second {signal.Signals(number).name}")
         if self.world.may_interrupt:
             self.world.may_interrupt = False
             raise Interrupted

@@ -65,21 +65,8 @@ def _try_objective(function: OwnObjective) -> None:
 
     They must be the same for each row alone and with more padding, as in other micro-batches.
     """
-    logprobs_BT = torch.tensor(
-        [
-            [-1.1, -2.2],
-            [-1.0, 0.0],
-            [0.0, 0.0],
-        ],
-        requires_grad=True,
-    )
-    old_logprobs_BT = torch.tensor(
-        [
-            [-1.2, -2.0],
-            [-1.0, 0.0],
-            [0.0, 0.0],
-        ]
-    )
+    logprobs_BT = torch.tensor([[-1.1, -2.2], [-1.0, 0.0], [0.0, 0.0]], requires_grad=True)
+    old_logprobs_BT = torch.tensor([[-1.2, -2.0], [-1.0, 0.0], [0.0, 0.0]])
     advantages_B = torch.tensor([1.0, -1.0, 2.0])
 
     def loss_of(rows: slice, num_padding: int = 0) -> Tensor:
