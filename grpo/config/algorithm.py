@@ -69,9 +69,7 @@ class AlgorithmConfig(Section):
     advantage_eps: NonNegativeFloat = 1e-4
     """Added to the scale that divides, so that almost equal rewards do not give huge advantages."""
     aggregation: Aggregation = "response_mean"
-    """Average over tokens, then responses; over all tokens; or the sum / (responses x normalize_constant)."""
-    normalize_constant: float | None = Field(None, ge=1)
-    """Tokens that aggregation=constant counts for each response; none: rollout.max_completion_length."""
+    """Average over tokens, then responses; over all tokens; or the sum / (responses x max_completion_length)."""
     importance_level: ImportanceLevel = "token"
     """One importance ratio per token, or one per response (GSPO)."""
     epsilon: NonNegativeFloat = 0.2

@@ -8,8 +8,6 @@ WITHOUT_EFFECT = {
     "algorithm.objective=sapo": "algorithm.epsilon algorithm.epsilon_high",
     "algorithm.objective=reinforce": "algorithm.epsilon algorithm.epsilon_high",
     "algorithm.scale=none": "algorithm.advantage_eps",
-    "algorithm.aggregation=response_mean": "algorithm.normalize_constant",
-    "algorithm.aggregation=token_mean": "algorithm.normalize_constant",
     "algorithm.sampler_correction=none": "algorithm.sampler_correction_min algorithm.sampler_correction_max",
     "algorithm.beta=0.0": (
         "algorithm.kl_estimator algorithm.unbiased_kl algorithm.ref_sync_steps algorithm.ref_sync_alpha model.reference"

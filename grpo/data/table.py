@@ -88,7 +88,9 @@ def load_rows(
         columns.append(others)
 
     if not lacks_prompts and not any(prompts):
-        raise ValueError(f"data.prompt_column={column}: {source} has no such column, or no prompts in it; it has {names}")
+        raise ValueError(
+            f"data.prompt_column={column}: {source} has no such column, or no prompts in it; it has {names}"
+        )
 
     task = task_of(config, dataset)
     num_without_answer = 0

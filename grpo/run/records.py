@@ -72,10 +72,9 @@ class Learner:
         return self.progress.tokens_per_microbatch or self.config.optim.tokens_per_microbatch
 
     @property
-    def max_length(self) -> float:
+    def max_length(self) -> int:
         """Tokens that ``aggregation=constant`` counts for each completion in the denominator."""
-        longest = self.config.rollout.max_completion_length
-        return self.config.algorithm.normalize_constant or longest
+        return self.config.rollout.max_completion_length
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,6 @@ CASES = """
     algorithm.scale=none | algorithm.name=gdpo |
     algorithm.name=gdpo | algorithm.advantages=file.py:f |
     algorithm.advantage_eps=0 | algorithm.scale=none |
-    algorithm.normalize_constant=9 |  | algorithm.aggregation=constant
     algorithm.sampler_correction_max=2 |  | algorithm.sampler_correction=token_truncate
     algorithm.kl_estimator=k1 | algorithm.beta=0 |
     algorithm.ref_sync_steps=2 | algorithm.name=dapo |

@@ -34,7 +34,6 @@ WITHOUT_EFFECT = """
     rollout.server=http://host:8000
     rollout.vllm_command=/bin/vllm serve {model}
     rollout.weights_folder=/shared
-    algorithm.normalize_constant=9
     algorithm.epsilon=0.1
     algorithm.epsilon_high=0.3
     algorithm.delta=3

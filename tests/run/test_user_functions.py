@@ -132,21 +132,13 @@ def test_runs_with_own_functions_are_those_of_the_built_in_ones(tmp_path, random
 
 
 @pytest.mark.slow
-def test_a_loss_trains_where_all_advantages_are_0_and_the_constant_divides_it(tmp_path, random_model):
-    """Equal rewards, and a loss that does not look at them; twice the constant gives half the gradient."""
+def test_a_loss_trains_where_all_advantages_are_0(tmp_path, random_model):
+    """Equal rewards, and a loss that does not look at them."""
     file = tmp_path / "my_loss.py"
-    norms = {}
     file.write_text(FILE)
-    for constant in ("null", 12, 24):  # of completions of at most 12 tokens
-        run_trainer(
-            *small_run(random_model, tmp_path / str(constant)),
-            f"algorithm.objective={file}:likelihood",
-            f"reward.functions=['{ROOT}/tests/rewards_for_tests.py:constant']",
-            "algorithm.aggregation=constant",
-            f"algorithm.normalize_constant={constant}",
-            "algorithm.beta=0",
-            "optim.max_steps=1",
-            "eval.before_training=false",
-        )
-        norms[constant] = lines(tmp_path / str(constant))[-1]["grad_norm"]
-    assert norms["null"] == norms[12] == pytest.approx(2 * norms[24], rel=1e-5) and norms[12] > 0
+    run_trainer(
+        *small_run(random_model, tmp_path / "run"), f"algorithm.objective={file}:likelihood",
+        f"reward.functions=['{ROOT}/tests/rewards_for_tests.py:constant']", "algorithm.aggregation=constant",
+        "algorithm.beta=0", "optim.max_steps=1", "eval.before_training=false",
+    )  # fmt: skip
+    assert lines(tmp_path / "run")[-1]["grad_norm"] > 0
