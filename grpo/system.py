@@ -17,8 +17,10 @@ class UserError(ValueError):
 
 def first_line(error: BaseException) -> str:
     """The first line of an error's message, with the next if it ends in a colon; its type's name if it has none."""
-    lines = (str(error).strip() or type(error).__name__).splitlines()
-    return " ".join(line.strip() for line in (lines[:2] if lines[0].endswith(":") else lines[:1]))
+    text = str(error).strip() or type(error).__name__
+    lines = text.splitlines()
+    shown = lines[:2] if lines[0].endswith(":") else lines[:1]
+    return " ".join(map(str.strip, shown))
 
 
 def printable(text: str) -> str:
@@ -32,14 +34,21 @@ def write_atomically(path: str | Path, content: str | Callable[[Path], None]) ->
     A link stays, and its target is replaced. A device or a pipe cannot be replaced by a file: it is written into.
     ``content`` is UTF-8 text, or a function that writes the file at a path.
     """
-    write = content if callable(content) else lambda file: file.write_text(content, encoding="utf-8")
+
+    def write(file: Path) -> None:
+        if callable(content):
+            content(file)
+        else:
+            file.write_text(content, encoding="utf-8")
+
     path = Path(path)
     if path.exists() and not path.is_file():
         write(path)
         return
     path = path.resolve()
     temporary = path.with_name(path.name + ".tmp")
-    temporary.unlink(missing_ok=True)  # it may be a link to another file, or a pipe
+    # It may be a link to another file, or a pipe.
+    temporary.unlink(missing_ok=True)
     write(temporary)
     os.replace(temporary, path)
 
@@ -55,10 +64,13 @@ def sync(path: str | Path) -> None:
 
 def publish(partial: Path, final: Path) -> None:
     """Give a complete folder its name when its files are on disk and equally readable; replaces an older one."""
-    mode = max(path.stat().st_mode for path in partial.rglob("*") if path.is_file())
-    for path in [*partial.rglob("*"), partial]:
-        if path.is_file():
-            path.chmod(mode)  # safetensors' files are for their owner alone
+    paths = list(partial.rglob("*"))
+    files = [path for path in paths if path.is_file()]
+    # Those of safetensors are for their owner alone.
+    mode = max(file.stat().st_mode for file in files)
+    for file in files:
+        file.chmod(mode)
+    for path in [*paths, partial]:
         sync(path)
     if final.is_symlink():
         final.unlink()
@@ -76,7 +88,10 @@ def end_with_parent(signal_number: int = signal.SIGKILL) -> None:
 def core_wait() -> float:
     """Seconds that this thread was ready to run and waited for a CPU core; 0 where the kernel does not count them."""
     path = Path("/proc/thread-self/schedstat")
-    return int(path.read_text().split()[1]) / 1e9 if path.exists() else 0.0
+    if not path.exists():
+        return 0.0
+    waited = path.read_text().split()[1]
+    return int(waited) / 1e9
 
 
 def import_extra(module: str, extra: str, needed_by: str) -> ModuleType:
@@ -102,7 +117,8 @@ ENVIRONMENT_DEFAULTS = {
 
 def set_environment_defaults() -> None:
     """Set ``ENVIRONMENT_DEFAULTS``, unless the user has set them. Called before torch is imported."""
-    has_allocator = any(name in os.environ for name in ALLOCATOR_NAMES)  # an older name wins over the newer one
+    # An older name of the allocator's settings wins over the newer one.
+    has_allocator = any(name in os.environ for name in ALLOCATOR_NAMES)
     for name, value in ENVIRONMENT_DEFAULTS.items():
         if not (has_allocator and name in ALLOCATOR_NAMES):
             os.environ.setdefault(name, value)
@@ -110,4 +126,8 @@ def set_environment_defaults() -> None:
 
 def without_environment_defaults(environment: Mapping[str, str]) -> dict[str, str]:
     """A copy of the environment for another program, without what :func:`set_environment_defaults` set."""
-    return {name: value for name, value in environment.items() if ENVIRONMENT_DEFAULTS.get(name) != value}
+    return {
+        name: value
+        for name, value in environment.items()
+        if ENVIRONMENT_DEFAULTS.get(name) != value
+    }  # fmt: skip
