@@ -133,7 +133,7 @@ def _notes(config: DataConfig, tokenizer: Any, text: str) -> Iterator[str]:
         if name not in template:
             yield f"note: data.chat_template_kwargs: the chat template of these prompts has no variable {name}"
     if config.system_prompt and config.system_prompt.strip() not in text:
-        yield "warning: the first prompt does not hold data.system_prompt: python -m grpo.data prints what the model reads"
+        yield "warning: the first prompt does not hold data.system_prompt: python -m grpo.data prints it"
 
 
 def count_shared(train: Sequence[Problem], evaluation: Sequence[Problem]) -> int:
