@@ -25,7 +25,6 @@ BRIEF = {"role": "system", "content": "Be brief."}
 SHOT = {"prompt": "2+2=", "completion": "4"}
 RENDERED = "<|im_start|>user\n1+1=<|im_end|>\n<|im_start|>assistant\n<think>"
 """The text of a chat template with the beginning of an answer, as many published datasets hold it."""
-EXAMPLE = [{"role": "user", "content": "2+2="}, {"role": "assistant", "content": "4"}]
 ROLES = "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{{ eos_token }}\n{% endfor %}<|assistant|>\n"
 INST = "{% for m in messages %}[INST] {{ m.content }} [/INST]{% endfor %}"
 PLAIN = "{% for m in messages %}{{ m.content }}{% endfor %}"
@@ -156,7 +155,6 @@ def test_a_built_in_task_instructs_every_model_but_the_tiny_one(tokenizer):
         ({}, "Solve the problem. Show", None),
         ({"system_prompt": ""}, None, None),
         ({"system_prompt": "Be brief."}, "Be brief.", "Be brief."),
-        ({"prompt_template": "{prompt}"}, None, None),
     ):
         config = DataConfig(max_train_samples=1, **settings)
         rows = load_rows(config, train=True, seed=0)
@@ -174,7 +172,6 @@ def test_a_built_in_task_instructs_every_model_but_the_tiny_one(tokenizer):
         ("1+" * 99, {"max_prompt_length": 3}, "all 1 prompts of .*max_prompt_length=3 .*the shortest has"),
         ([BRIEF, *TURNS], {}, "row 1: the model's chat template refuses .*Be brief.*: no system role"),
         (RENDERED, {}, r"row 1: the prompt holds '<\|im_.*data.prompt_template='\{prompt\}' takes it as it is"),
-        ("1+1=", {"question_template": "<|im_start|>user {prompt}"}, r"the prompt holds '<\|im_start\|>'"),
         ("1+\ud83d", {}, "row 1: .*surrogates not allowed"),  # half of a character
         ([{"role": "user", "content": 7}], {}, "row 1: a message .* has a role, and text as content, and one is"),
         ([{"from": "human", "value": "Hi"}], {}, "text as content, and one is {'from': 'human'"),
@@ -191,7 +188,6 @@ def test_prompts_that_are_refused(prompt, settings, message, tokenizer):
     [
         ("1+1=", {}, "1+1="),
         ("1+1=", {"system_prompt": "Be brief."}, [BRIEF, TURNS[-1]]),
-        ("1+1=", {"few_shot": [SHOT]}, [*EXAMPLE, TURNS[-1]]),
         ("1+1=", {"conversational": True, "prompt_template": "Q: {prompt}"}, [TURNS[-1]]),
         (TURNS, {}, TURNS),
         (TURNS, {"system_prompt": "Be brief.", "conversational": False}, "1+1="),
@@ -275,7 +271,6 @@ DATED = "{{ date_string or strftime_now('%d') }}" + PLAIN
         (DATED, {}, "today's date"),
         (DATED, {"chat_template_kwargs": {"date_string": "26 Jul 2024"}}, None),
         (PLAIN, {"chat_template_kwargs": {"enable_thinking": False}}, "has no variable enable_thinking"),
-        (None, {"few_shot": [SHOT]}, None),
     ],
 )
 def test_notes_on_the_chat_template(template, settings, note):

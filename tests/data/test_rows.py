@@ -148,12 +148,10 @@ def test_a_field_in_a_column_is_the_answer_or_the_prompt(tmp_path):
         (r"#### (.+)", "He has 1,000 + 234.\n#### 1,234", "1,234"),
         (r"\d+", "about 42 or 43", "42"),  # no group: the whole match
         (r"#### (.+)", "no answer here", None),
-        (r"####(.*)", "nothing follows\n#### ", None),
         (r"(?:is (\S+)|#### 7)", "a group that takes no part: #### 7", None),
         (None, "#### 7", "#### 7"),
         (None, ["7", "seven"], ["7", "seven"]),
         (None, [], None),
-        (None, " ", None),
         (None, math.nan, None),
     ],
 )
@@ -179,7 +177,6 @@ REFUSED = [
     ("d.txt", "hello", {}, "d.txt (data.train_split=train) cannot be read: "),
     ("d.jsonl", P, {"train_split": "test"}, "Unknown split \"test\". Should be one of ['train']"),
     ("d.jsonl", P, {"prompt_column": "question"}, "has no such column, or no prompts in it; it has prompt, answer"),
-    ("d.jsonl", P, {"answer_column": "answer.gold"}, "is empty, or"),
     ("d.jsonl", P, PATTERN, "answer_pattern='#### (.+)' matches nothing, in every row"),
     ("d.jsonl", P, ANSWER | {"answer_pattern": "("}, "is no regular expression that works: missing )"),
     ("d.jsonl", P.replace("7", "a" * 60 + "b"), ANSWER | {"answer_pattern": "(a|aa)+$"}, "regex timed out"),
@@ -193,7 +190,6 @@ REFUSED = [
         "row 1: a message of a prompt has a role",
     ),
     ("d.jsonl", '{"prompt": [{"role": "system", "content": "a"}]}\n', {}, "ends with the user's"),
-    ("python:rows", "", {}, "stands for rows passed to grpo.train()"),
     ("builtin:chess", "", {}, "arithmetic, countdown"),
     ("reasoning_gym:chain_sum", "", {}, "needs the package reasoning_gym"),
 ]
