@@ -114,33 +114,33 @@ def save_checkpoint(
             (partial / MANIFEST).write_text(json.dumps({"files": digests}))
             publish(partial, final)
             # Checkpoints of later steps are broken, or of a run that was continued from before: they do not count.
-            earlier = [saved for saved in list_checkpoints(output_dir) if saved[0] <= step]
+            earlier = [saved for saved in list_checkpoints(final.parent) if saved[0] <= step]
             for old_step, old in earlier[keep:]:
                 if old_step != best_step:
                     shutil.rmtree(old, ignore_errors=True)
     return final
 
 
-def list_checkpoints(output_dir: str | Path) -> list[tuple[int, Path]]:
+def list_checkpoints(output_dir: Path) -> list[tuple[int, Path]]:
     """``(step, folder)``, newest first."""
     found = []
-    for folder in Path(output_dir).glob("checkpoint-*"):
+    for folder in output_dir.glob("checkpoint-*"):
         step = folder.name.removeprefix("checkpoint-")
         if step.isdecimal() and folder.is_dir():
             found.append((int(step), folder))
     return sorted(found, reverse=True)
 
 
-def recover(output_dir: str | Path) -> None:
+def recover(output_dir: Path) -> None:
     """After a kill: give a complete checkpoint its final name, and delete unfinished ones."""
-    for partial in Path(output_dir).glob(".partial-checkpoint-*"):
+    for partial in output_dir.glob(".partial-checkpoint-*"):
         if problem(partial):
             shutil.rmtree(partial, ignore_errors=True)
         else:
             publish(partial, partial.with_name(partial.name.removeprefix(".partial-")))
 
 
-def find_newest_valid(output_dir: str | Path) -> Path | None:
+def find_newest_valid(output_dir: Path) -> Path | None:
     """The newest valid checkpoint (None if there is none); prints a warning of each newer one."""
     for _, folder in list_checkpoints(output_dir):
         broken = problem(folder)

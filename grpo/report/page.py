@@ -21,28 +21,61 @@ from grpo.report import read
 from grpo.report.read import RunData, every_nth
 from grpo.system import printable
 from grpo.telemetry.hints import Hints
+from grpo.telemetry.records import is_computed
 
-SCRIPTS = ("base.js", "view.js", "charts.js", "curves.js", "headline.js", "samples.js", "tables.js", "main.js")
+SCRIPTS = (
+    "base.js",
+    "view.js",
+    "charts.js",
+    "curves.js",
+    "headline.js",
+    "samples.js",
+    "tables.js",
+    "main.js",
+)
 MAX_POINTS = 1500
 """Points of a curve; of longer runs only every n-th step is shown."""
-LOGPROBS = ("logprobs", "updated_logprobs", "ref_logprobs")
+LOGPROBS = (
+    "logprobs",
+    "updated_logprobs",
+    "ref_logprobs",
+)
+SHOWN_AS_IT_IS = (
+    "step",
+    "problem",
+    "prompt",
+    "answer",
+    "completion",
+    "length",
+    "finished",
+    "tokens",
+)
+"""Fields of a completion's record."""
 
 
-def build_page(runs: Sequence[RunData], *, reload_s: int | None = None) -> str:
+def build_page(
+    runs: Sequence[RunData],
+    *,
+    reload_s: int | None = None,
+) -> str:
     """The whole file as ASCII text. An open page reloads its file every ``reload_s`` seconds; with None it does not."""
     names = [run.name for run in runs]
     if len(set(names)) < len(names):
         names = [f"{name} ({i})" for i, name in enumerate(names, start=1)]
+    shown = []
+    for name, run in zip(names, runs, strict=True):
+        shown.append(_run(run) | {"name": name})
     data = {
         "generated": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
         "reload_s": reload_s,
         "notes": _differences(runs),
-        "runs": [{"name": name, **_run(run)} for name, run in zip(names, runs, strict=True)],
+        "runs": shown,
     }
 
     script = "".join(map(_template, SCRIPTS))
     script = f'(function () {{\n"use strict";\n{script}}})();\n'
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    digest = hashlib.sha256(script.encode()).digest()
+    digest = base64.b64encode(digest).decode()
     title = printable("GRPO: " + ", ".join(names))
     parts = {
         "TITLE": html.escape(title),
@@ -54,13 +87,20 @@ def build_page(runs: Sequence[RunData], *, reload_s: int | None = None) -> str:
     # Not str.format or repeated replace: a part may contain the name of another part, such as @@DATA@@.
     texts = _template("page.html").split("@@")
     texts[1::2] = [parts[name] for name in texts[1::2]]
-    return "".join(texts).encode("ascii", "xmlcharrefreplace").decode("ascii")
+    whole = "".join(texts)
+    return whole.encode("ascii", "xmlcharrefreplace").decode("ascii")
 
 
 def embed(data: Any) -> str:
     """JSON that is safe inside a script element: ASCII, without ``<``, ``>`` and ``&``."""
-    text = json.dumps(data, allow_nan=False, separators=(",", ":"))
-    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+    text = json.dumps(
+        data,
+        allow_nan=False,
+        separators=(",", ":"),
+    )
+    for character in "&<>":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text
 
 
 def _template(name: str) -> str:
@@ -93,7 +133,10 @@ def _run(run: RunData) -> dict[str, Any]:
     for name in names:
         if name != "step" and not name.startswith("eval/"):
             series[name] = [_short(line.get(name)) for line in thinned]
-    durations = [(line.get("step_time") or 0.0) + (line.get("time/eval") or 0.0) for line in steps]
+    durations = []
+    for line in steps:
+        evaluation = line.get("time/eval") or 0.0
+        durations.append(line["step_time"] + evaluation if line.get("step_time") else evaluation)
     seconds = list(accumulate(durations))
 
     hints = Hints()
@@ -103,7 +146,11 @@ def _run(run: RunData) -> dict[str, Any]:
             given.append([line["step"], hint])
 
     defaults = flat(Config().model_dump(mode="json"))
-    subject = [run.config.get(key) for key in ("model.name_or_path", "data.dataset", "algorithm.name")]
+    subject = [
+        run.config.get("model.name_or_path"),
+        run.config.get("data.dataset"),
+        run.config.get("algorithm.name"),
+    ]
     rank = run.config.get("lora.rank")
     if rank:
         subject.append(f"LoRA rank {rank}")
@@ -115,8 +162,15 @@ def _run(run: RunData) -> dict[str, Any]:
     if stride > 1:
         notes.append(f"Curves show every {stride}th of {len(steps)} steps.")
     evaluated = read.evaluations(run)
+    eval_series = {}
+    for name in read.evaluation_names(run):
+        eval_series[name] = [line.get(name) for line in evaluated]
+    changed = []
+    for key, value in run.config.items():
+        if key not in defaults or defaults[key] != value:
+            changed.append(key)
     return {
-        "subject": " \u00b7 ".join(str(part) for part in subject if part),
+        "subject": " \u00b7 ".join(map(str, filter(None, subject))),
         "status": "complete" if run.is_complete else "still running, or ended early",
         "last_step": run.metrics[-1]["step"] if run.metrics else 0,
         "seconds": seconds[-1] if seconds else 0.0,
@@ -124,11 +178,11 @@ def _run(run: RunData) -> dict[str, Any]:
         "series": series,
         "clock": [_short(value) for value in every_nth(seconds, stride)],
         "eval_steps": [line["step"] for line in evaluated],
-        "eval_series": {name: [line.get(name) for line in evaluated] for name in read.evaluation_names(run)},
+        "eval_series": eval_series,
         "comparison": read.before_and_after(run),
         "reward": read.reward_before_and_after(run),
         "config": _texts(run.config),
-        "changed": [key for key, value in run.config.items() if defaults.get(key, ...) != value],
+        "changed": changed,
         "starts": [_texts(start) for start in run.starts],
         "hints": given,
         "notes": notes,
@@ -139,7 +193,7 @@ def _run(run: RunData) -> dict[str, Any]:
 def _sample(record: dict[str, Any]) -> dict[str, Any]:
     """A completion as the page shows it."""
     sample = {"sampled": record.get("sampled")}
-    for key in ("step", "problem", "prompt", "answer", "completion", "length", "finished", "tokens"):
+    for key in SHOWN_AS_IT_IS:
         sample[key] = record[key]
     for key in ("reward", "advantage"):
         sample[key] = _short(record[key])
@@ -152,13 +206,14 @@ def _sample(record: dict[str, Any]) -> dict[str, Any]:
 
 def _short(value: float | None) -> float | None:
     """Rounded to five digits: more than a curve can show, and a smaller file."""
-    return None if value is None or not math.isfinite(value) else float(f"{value:.5g}")
+    return float(f"{value:.5g}") if is_computed(value) else None
 
 
 def _texts(values: dict[str, Any]) -> dict[str, str]:
     """The values as text."""
     texts = {}
     for key, value in values.items():
-        is_text = isinstance(value, str)
-        texts[key] = value if is_text else json.dumps(value, ensure_ascii=False, default=str)
+        texts[key] = value
+        if not isinstance(value, str):
+            texts[key] = json.dumps(value, ensure_ascii=False, default=str)
     return texts

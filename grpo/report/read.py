@@ -47,7 +47,11 @@ class RunData:
     """Notes on data that could not be read or was left out; shown in the report."""
 
 
-def read_run(folder: str | Path, *, max_samples: int = 400) -> RunData:
+def read_run(
+    folder: str | Path,
+    *,
+    max_samples: int = 400,
+) -> RunData:
     """Read a run; of more than about ``max_samples`` completions, those of every n-th step; 0: none."""
     folder = Path(folder)
     file = folder / "config.yaml"
@@ -89,7 +93,11 @@ def _by_step(path: Path) -> dict[int, dict[str, Any]]:
     return dict(sorted(lines.items()))
 
 
-def _read_completions(run: RunData, folder: Path, max_samples: int) -> None:
+def _read_completions(
+    run: RunData,
+    folder: Path,
+    max_samples: int,
+) -> None:
     """Add the completions of every n-th step, and of the last one."""
     paths = sorted(folder.glob("step_*.parquet"))
     per_step = run.config.get("logging.log_completions", 1)
@@ -139,13 +147,21 @@ def before_and_after(run: RunData) -> list[dict[str, Any]]:
     after = found[-1] if found else {}
     rows = []
     for name in evaluation_names(run):
-        row = {"name": name, "is_rate": is_rate(name)}
+        row = {
+            "name": name,
+            "is_rate": is_rate(name),
+        }
         for side, line in ("before", before), ("after", after):
             row[side] = None
             if line.get(name) is not None:
                 intervals = run.intervals.get(line["step"], {})
                 low, high = intervals.get(name, (None, None))
-                row[side] = {"step": line["step"], "value": line[name], "low": low, "high": high}
+                row[side] = {
+                    "step": line["step"],
+                    "value": line[name],
+                    "low": low,
+                    "high": high,
+                }
         rows.append(row)
     return rows
 
@@ -156,10 +172,18 @@ def reward_before_and_after(run: RunData) -> dict[str, Any] | None:
     count = min(MEAN_OVER, len(steps) // 2)
     if count == 0:
         return None
-    row = {"name": "reward", "label": f"reward, mean of {count} steps", "is_rate": False}
+    row = {
+        "name": "reward",
+        "label": f"reward, mean of {count} steps",
+        "is_rate": False,
+    }
     for side, lines in ("before", steps[:count]), ("after", steps[-count:]):
-        mean = fmean(line["reward"] for line in lines)
-        row[side] = {"first": lines[0]["step"], "step": lines[-1]["step"], "value": mean, "low": None}
+        row[side] = {
+            "first": lines[0]["step"],
+            "step": lines[-1]["step"],
+            "value": fmean(line["reward"] for line in lines),
+            "low": None,
+        }
     return row
 
 
@@ -167,14 +191,16 @@ def evaluation_settings(run: RunData) -> dict[str, Any]:
     """The settings on which the numbers of an evaluation depend besides the model, rewards and seed."""
     config = run.config
     start = run.starts[-1] if run.starts else {}
-    limit = config.get("eval.max_completion_length") or config.get("rollout.max_completion_length")
+    limit = config.get("eval.max_completion_length")
+    data = config.get("data.eval_dataset")
     settings = {
-        "evaluation data": config.get("data.eval_dataset") or config.get("data.dataset"),
-        "eval.max_completion_length": limit,
+        "evaluation data": data or config.get("data.dataset"),
+        "eval.max_completion_length": limit or config.get("rollout.max_completion_length"),
         "number of problems": start.get("num_eval_problems"),
     }
     for key, value in config.items():
         is_used = key.startswith(("eval.", "data.", "rollout.stop"))
-        if is_used and not key.startswith(NOT_OF_EVALUATIONS):
+        is_other = key.startswith(NOT_OF_EVALUATIONS)
+        if is_used and not is_other:
             settings[key] = value
     return settings
