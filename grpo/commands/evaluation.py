@@ -110,7 +110,7 @@ def _evaluate(
     if world.is_main:
         left_out = f"left out: {found.num_too_long} too long, {found.num_empty} without text"
         print(f"data      {rows.source}: {len(problems)} problems; {left_out}", flush=True)
-        for note in filter(None, [*found.notes, messages_warning(config, problems)]):
+        for note in found.notes:
             print(note, flush=True)
 
     sampling = eval_sampling(config)

@@ -137,7 +137,8 @@ def test_a_sweep_is_killed_stopped_and_continued(tmp_path, random_model):
     settings = (
         f"--config {ARITHMETIC} --vary algorithm.scale=none --vary model.name_or_path=/nix --one-at-a-time "
         f"model.name_or_path={random_model} reward.functions=[{reward}:mine] optim.max_steps=40 data.max_eval_samples=4 "
-        "rollout.prompts_per_step=2 rollout.num_generations=2 rollout.max_completion_length=12 checkpoint.save_steps=10"
+        "rollout.prompts_per_step=2 rollout.num_generations=2 rollout.max_completion_length=12 checkpoint.save_steps=10 "
+        "eval.before_training=false"
     )
     words = [sys.executable, "-m", "grpo.sweep", *settings.split(), "--output", str(output)]
 
