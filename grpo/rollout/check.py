@@ -10,7 +10,7 @@ from grpo.algorithm.logprobs import CompletionScorer, logprobs_from_logits
 from grpo.attention import enable_packing, window_of
 from grpo.attention.precision import is_close
 from grpo.model import Policy, in_training_mode, turn_dropout_off
-from grpo.rollout.llama_decoder import LlamaDecoder, has_llama_layers
+from grpo.rollout.llama_decoder import LLAMA_SHAPED, LlamaDecoder
 from grpo.rollout.prefill import prefill
 
 LENGTH = 7
@@ -78,10 +78,7 @@ def _short_batch(policy: Policy, longest: int) -> Batch:
     """A prompt of ``longest`` tokens and one of a single token, each with completions of 2 and of 6 tokens."""
     vocabulary = len(policy.model.get_input_embeddings().weight)
     ids = tuple(n % vocabulary for n in range(3, longest + 11))
-    completions = (
-        Completion(ids[-8:-6], "", True),
-        Completion(ids[-6:], "", True),
-    )
+    completions = Completion(ids[-8:-6], "", True), Completion(ids[-6:], "", True)
     groups = [Group(Problem(0, "", ids[:length]), completions) for length in (longest, 1)]
     return collate(groups, torch.zeros(2, 2), pad_id=policy.pad_id, device=policy.device)
 
@@ -114,9 +111,8 @@ def _decoded(
     prompts = []
     for ids_S, length in zip(batch.sequence_ids_BS, batch.prompt_lengths_B, strict=True):
         prompts.append(tuple(ids_S[:length].tolist()))
-    index_T = torch.arange(6, device=policy.device)
-    index_BT = batch.prompt_lengths_B[:, None] + index_T
-    labels_BT = batch.sequence_ids_BS.gather(1, index_BT)
+    offsets_T = torch.arange(6, device=policy.device)
+    labels_BT = batch.sequence_ids_BS.gather(1, batch.prompt_lengths_B[:, None] + offsets_T)
     logprobs_BT = torch.zeros_like(labels_BT, dtype=torch.float32)
     rows = torch.arange(len(prompts), device=policy.device)
     decoder, logits_RV = prefill(policy, llama_decoder, prompts, capacity=6)
@@ -159,13 +155,10 @@ def _pack(
 
 def _is_llama(policy: Policy, scorer: CompletionScorer, batch: Batch) -> bool:
     """True if decode steps of :class:`LlamaDecoder` give the log-probs of the model's own modules."""
-    if not has_llama_layers(policy.backbone):
+    if type(policy.backbone).__name__ not in LLAMA_SHAPED:
         return False
     # At the end of the context too: some models scale queries by position.
     far = (policy.context_length or 2**20) - LENGTH - 6
     expected_N = _decoded(policy, scorer, batch, far=far)
-    try:
-        decoder = LlamaDecoder(policy.backbone)
-        return is_close(_decoded(policy, scorer, batch, decoder, far), expected_N, SAME)
-    except Exception:  # modules with Llama's names, but with another interface
-        return False
+    found_N = _decoded(policy, scorer, batch, LlamaDecoder(policy.backbone), far)
+    return is_close(found_N, expected_N, SAME)

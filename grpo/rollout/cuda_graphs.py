@@ -55,9 +55,11 @@ class CapturedSteps:
 
         num_buckets = cache.length // OWN_BUCKET + 1
         width = min(num_buckets * OWN_BUCKET, cache.capacity)
-        if self.cache is not None and self.cache.is_view_of(cache, width):
+        fixed = self.cache
+        # Rows change together with ``start_R``.
+        if fixed and fixed.start_R is cache.start_R and fixed.length == width:
             self.token_R.copy_(token_R)
-            self.cache.last_1.fill_(cache.length)
+            fixed.last_1.fill_(cache.length)
             self.replay()
         else:
             self.token_R = token_R.clone()
@@ -121,10 +123,6 @@ class FixedWidthCache(ForkedCache):
         for buffers in self.own.values():
             for buffer in buffers:
                 buffer[:, :, cache.length : width] = 0
-
-    def is_view_of(self, cache: ForkedCache, width: int) -> bool:
-        """True unless the width or the rows have changed; rows change together with ``start_R``."""
-        return self.start_R is cache.start_R and self.length == width
 
     def begin_token(self) -> Tensor:
         self.mask_R1NS = None

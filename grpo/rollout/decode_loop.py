@@ -61,14 +61,12 @@ class Row:
         nothing = torch.empty(0, dtype=torch.int32)
         self.allowed += [nothing] * len(answer)
         self.turn_start = len(self.tokens)
-        self.finished = False
 
     def completion(self, sampling: SamplingParams) -> Completion:
         """The completion, without its text."""
         allowed = None
         if sampling.records_allowed:
-            counts = [len(ids_k) for ids_k in self.allowed]
-            counts_T = torch.tensor(counts, dtype=torch.int32)
+            counts_T = torch.tensor([len(ids_k) for ids_k in self.allowed], dtype=torch.int32)
             allowed = AllowedTokens(torch.cat(self.allowed), counts_T)
         return Completion(
             tuple(self.tokens),
@@ -113,8 +111,8 @@ def decode(
         half_are_away = len(away.rows) >= max(len(batch.live), 1)
         if half_are_away and (rows_can_join or not batch.live):
             batch.join(away.come_back(prefill, capacity))
-        if num_started < len(rows) and (rows_can_join or not batch.live):
-            waiting = prompts[num_started:]
+        waiting = prompts[num_started:]
+        if waiting and (rows_can_join or not batch.live):
             in_flight = [batch.rows[b].prompt for b in batch.live]
             in_flight += [row.prompt for row in away.rows]
             count = num_admissible(waiting, in_flight, sampling, capacity)
@@ -171,8 +169,7 @@ class _Batch:
         """Draw a token for every row, and append it to those that go on."""
         u_B = None
         if uniforms_RT is not None:
-            numbers = [row.number for row in self.rows]
-            u_B = uniforms_RT[numbers, self.t]
+            u_B = uniforms_RT[[row.number for row in self.rows], self.t]
         token_B, logprob_B, allowed_BV = draw_and_record(self.logits_BV, u_B, sampling)
         self.t = [t + 1 for t in self.t]
 
@@ -185,8 +182,7 @@ class _Batch:
             row.is_drawn.append(True)
         if allowed_BV is not None:
             counts = allowed_BV.sum(dim=1).tolist()
-            places_and_ids = allowed_BV.nonzero()
-            ids_K = places_and_ids[:, 1].int().cpu()
+            ids_K = allowed_BV.nonzero()[:, 1].int().cpu()
             ids_of_place = ids_K.split(counts)
             for b in self.live:
                 self.rows[b].allowed.append(ids_of_place[b])
@@ -225,8 +221,7 @@ class _Batch:
             return
         places = self.keep_live()
         self.decoder.add_rows(new.decoder)
-        logits_BV = self.logits_BV[places]
-        self.logits_BV = torch.cat([logits_BV, new.logits_BV])
+        self.logits_BV = torch.cat([self.logits_BV[places], new.logits_BV])
         self.rows += new.rows
         self.t += new.t
         self.live = list(range(len(self.rows)))
@@ -252,32 +247,29 @@ class _RowsAway:
     ) -> None:
         """Take over the rows at these places in the batch, and ask for their answers."""
         if rows_can_join:
-            device = batch.logits_BV.device
-            part = batch.decoder.split(torch.tensor(ended, device=device))
+            part = batch.decoder.split(batch.decoder.start_R.new_tensor(ended))
             if self.decoder is None:
                 self.decoder = part
             else:
                 self.decoder.add_rows(part)
         for b in ended:
             row = batch.rows[b]
-            turn = row.tokens[row.turn_start :]
-            row.answer = replies(row.number, turn)
+            row.answer = replies(row.number, row.tokens[row.turn_start :])
             self.rows.append(row)
 
     def come_back(self, prefill: Prefill, capacity: int) -> _Batch:
         """Wait for all answers, and append them. Returns the rows that go on."""
-        rows = []
         places = []
         new_tokens = []
         for place, row in enumerate(self.rows):
             answer = row.answer.result()
             if answer is not None:
                 places.append(place)
-                rows.append(row)
                 # The last token of the turn has been drawn, and not been computed.
                 new_tokens.append([row.tokens[-1], *answer])
                 row.append_answer(answer)
 
+        rows = [self.rows[place] for place in places]
         decoder = self.decoder
         self.rows = []
         self.decoder = None
@@ -287,8 +279,7 @@ class _RowsAway:
             prefixes = [(*row.prompt, *row.tokens) for row in rows]
             return _Batch(rows, *prefill(prefixes, capacity))
         decoder.keep_rows(decoder.start_R.new_tensor(places))
-        logits = decoder.extend(new_tokens)
-        return _Batch(rows, decoder, logits)
+        return _Batch(rows, decoder, decoder.extend(new_tokens))
 
 
 def num_admissible(
@@ -313,8 +304,6 @@ def num_admissible(
         room = most_rows - len(in_flight) - count
         size = len(list(group))
         if size > room:
-            if in_flight or count:
-                return count
-            return max(room, 1)
+            return count if in_flight or count else max(room, 1)
         count += size
     return count

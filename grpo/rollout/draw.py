@@ -71,8 +71,7 @@ def draw_and_record(
 
     if sampling.temperature != 1.0:  # a pass over all logits
         logits_RV = logits_RV / sampling.temperature
-    highest_R1 = logits_RV.amax(dim=-1, keepdim=True)
-    logits_RV = logits_RV - highest_R1
+    logits_RV = logits_RV - logits_RV.amax(dim=-1, keepdim=True)
     weights_RV = logits_RV.exp()
     kept_RV = filter_probs(weights_RV, sampling)
     token_R, total_R = first_exceeding(kept_RV, u_R)
@@ -87,11 +86,9 @@ def draw_and_record(
     if not sampling.records_allowed:
         return token_R, logprob_R, None
 
-    probs_RV = kept_RV / total_R[:, None]
-    probs_RV = probs_RV.float()
+    probs_RV = (kept_RV / total_R[:, None]).float()
     allowed_share_R = probs_RV.sum(dim=-1)
-    logprob_R = logprob_R - allowed_share_R.log()
-    return token_R, logprob_R, probs_RV > 0
+    return token_R, logprob_R - allowed_share_R.log(), probs_RV > 0
 
 
 def first_exceeding(
@@ -116,8 +113,7 @@ def first_exceeding(
         target_R1,
         right=True,
     )
-    last = probs_RV.shape[1] - 1  # NaN gives the index behind it
-    token_R1 = token_R1.clamp(max=last)
+    token_R1 = token_R1.clamp(max=probs_RV.shape[1] - 1)  # NaN gives the index behind it
     return token_R1.squeeze(1), total_R1.squeeze(1)
 
 
@@ -132,30 +128,20 @@ def filter_probs(
     number that leaves them at most 1.
     """
     if 0 < sampling.top_k < probs_RV.shape[1]:
-        largest_RK = probs_RV.topk(sampling.top_k).values
-        probs_RV = _at_least(largest_RK[:, -1:], probs_RV)
+        least_R1 = probs_RV.topk(sampling.top_k).values[:, -1:]
+        probs_RV = torch.where(probs_RV >= least_R1, probs_RV, 0.0)
     if sampling.top_p < 1.0:
-        least_R1 = _least_of_top_p(probs_RV, sampling.top_p)
-        probs_RV = _at_least(least_R1, probs_RV)
+        sorted_RV = probs_RV.sort(dim=-1, descending=True).values
+        before_RV = deterministic_cumsum(sorted_RV) - sorted_RV
+        total_R1 = sorted_RV.sum(dim=-1, keepdim=True)
+        is_kept_RV = before_RV < sampling.top_p * total_R1
+        num_kept_R1 = is_kept_RV.sum(dim=-1, keepdim=True)
+        least_R1 = sorted_RV.gather(1, num_kept_R1.clamp(min=1) - 1)
+        probs_RV = torch.where(probs_RV >= least_R1, probs_RV, 0.0)
     if sampling.min_p > 0.0:
-        highest_R1 = probs_RV.amax(dim=-1, keepdim=True)
-        probs_RV = _at_least(sampling.min_p * highest_R1, probs_RV)
+        least_R1 = sampling.min_p * probs_RV.amax(dim=-1, keepdim=True)
+        probs_RV = torch.where(probs_RV >= least_R1, probs_RV, 0.0)
     return probs_RV
-
-
-def _at_least(least_R1: Tensor, probs_RV: Tensor) -> Tensor:
-    return torch.where(probs_RV >= least_R1, probs_RV, 0.0)
-
-
-def _least_of_top_p(probs_RV: Tensor, top_p: float) -> Tensor:
-    """``[R, 1]`` the largest p so that probabilities of at least p are ``top_p`` of the total."""
-    sorted_RV = probs_RV.sort(dim=-1, descending=True).values
-    before_RV = deterministic_cumsum(sorted_RV) - sorted_RV
-    total_R1 = sorted_RV.sum(dim=-1, keepdim=True)
-    is_kept_RV = before_RV < top_p * total_R1
-    num_kept_R1 = is_kept_RV.sum(dim=-1, keepdim=True)
-    last_R1 = num_kept_R1.clamp(min=1) - 1
-    return sorted_RV.gather(1, last_R1)
 
 
 def deterministic_cumsum(x_RV: Tensor) -> Tensor:
@@ -165,14 +151,14 @@ def deterministic_cumsum(x_RV: Tensor) -> Tensor:
     can give different bits. The kernel for a matrix has a fixed order (``ScanUtils.cuh``): a single
     row is computed as a matrix of two.
     """
-    if not (x_RV.is_cuda and torch.are_deterministic_algorithms_enabled()):
+    mode = torch.get_deterministic_debug_mode()
+    if not (x_RV.is_cuda and mode):
         return x_RV.cumsum(dim=-1)
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(False)
+    torch.set_deterministic_debug_mode(0)
     try:
         R = len(x_RV)
         if R == 1:
             x_RV = x_RV.repeat(2, 1)
         return x_RV.cumsum(dim=-1)[:R]
     finally:
-        torch.use_deterministic_algorithms(True, warn_only=warn_only)
+        torch.set_deterministic_debug_mode(mode)

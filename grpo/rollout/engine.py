@@ -111,15 +111,13 @@ class BuiltinEngine:
     def dry_run(self, prompts: Prompts, sampling: SamplingParams) -> None:
         """Allocate the most memory that decoding takes.
 
-        That is a prefill, a decode step for one of the last tokens, and a copy of the KV cache.
+        That is a prefill, a decode step, and a copy of the KV cache, which has room for all tokens
+        from the start, unless it is transformers' own.
         """
-        T = sampling.max_completion_length
         zeros_R = torch.zeros(len(prompts), device=self.policy.device)
         with self.weights(), self.policy.inference():
-            decoder, logits_RV = self._prefill(prompts, T)
-            if T > 1:
-                decoder.skip_tokens(T - 2)
-                logits_RV = decoder.step(zeros_R.long())
+            decoder, _ = self._prefill(prompts, sampling.max_completion_length)
+            logits_RV = decoder.step(zeros_R.long())
             draw_and_record(logits_RV, zeros_R, sampling)
             decoder.keep_rows(torch.arange(len(prompts), device=zeros_R.device))
 

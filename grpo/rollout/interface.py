@@ -98,7 +98,6 @@ def grouped(
     G = len(completions) // max(len(problems), 1)
     groups = []
     for p, problem in enumerate(problems):
-        of_problem = completions[p * G : (p + 1) * G]
-        with_texts = [replace(c, text=stops.text(c.ids)) for c in of_problem]
+        with_texts = [replace(c, text=stops.text(c.ids)) for c in completions[p * G : (p + 1) * G]]
         groups.append(Group(problem, tuple(with_texts)))
     return groups

@@ -1,4 +1,4 @@
-"""One decode step written out for Llama's layers (Llama, Qwen2, Qwen3, Mistral, SmolLM).
+"""One decode step written out for Llama's layers (Llama, Mistral, Ministral 3, Qwen2, Qwen3).
 
 It computes what the model's modules compute, with fewer operations, without module calls, without
 autocast's check at every operation, and from copied weights (:mod:`grpo.rollout.weights`). Models
@@ -19,33 +19,14 @@ from grpo.attention import ForkedCache
 from grpo.distributed import gathered
 from grpo.rollout.weights import CopiedLinear
 
-HEAD_NORMS = {"layers.self_attn.q_norm", "layers.self_attn.k_norm"}
-"""Names of the modules that only some Llamas have."""
-LLAMA_MODULES = {"", "embed_tokens", "layers", "norm", "rotary_emb"}
-LAYER_MODULES = """
-    input_layernorm post_attention_layernorm
-    self_attn self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.o_proj
-    mlp mlp.gate_proj mlp.up_proj mlp.down_proj mlp.act_fn
-"""
-"""Names of the modules of every Llama, and of those of a layer."""
-
-
-def has_llama_layers(backbone: nn.Module) -> bool:
-    """True if the model has modules of Llama's names alone, and RMS norms."""
-    names = set()
-    for name, _ in backbone.named_modules():
-        parts = [part for part in name.split(".") if not part.isdigit()]
-        # An adapter's modules are inside of a projection, whose copy has the adapter's weights.
-        names.add(".".join(parts[:3]))
-    of_layers = {f"layers.{name}" for name in LAYER_MODULES.split()}
-    is_named = names - HEAD_NORMS == LLAMA_MODULES | of_layers
-    return is_named and hasattr(backbone.norm, "variance_epsilon")
+LLAMA_SHAPED = {"LlamaModel", "MistralModel", "Ministral3Model", "Qwen2Model", "Qwen3Model"}
+"""Classes of transformers with these layers, some with norms of query and key heads."""
 
 
 class LlamaDecoder:
     """Last hidden states of one more token per row, as :func:`grpo.attention.forked_hidden`.
 
-    For a backbone with :func:`has_llama_layers`; from copied weights, if made inside of
+    For a backbone of :data:`LLAMA_SHAPED`; from copied weights, if made inside of
     :func:`grpo.rollout.weights.copied_weights`.
     """
 
@@ -142,6 +123,4 @@ def _product(*layers: nn.Module) -> Callable[[Tensor], Tensor]:
     first = layers[0]
     if isinstance(first, CopiedLinear) and len(first.fused.layers) == len(layers):
         return first.fused
-    if len(layers) == 1:
-        return first
     return lambda x: torch.cat([layer(x) for layer in layers], dim=-1)

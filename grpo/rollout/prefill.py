@@ -13,11 +13,9 @@ from collections.abc import Sequence
 from itertools import groupby
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer
 
 from grpo.attention import (
     ForkedCache,
@@ -103,17 +101,10 @@ class ForkedCacheDecoder(ForkedCache):
 
     def extend(self, tokens: Sequence[Sequence[int]]) -> Tensor:
         """Append several tokens to each row, by one forward pass; logits ``[R, V]`` of the next."""
-        ids_RN, padding_R = _padded_left(tokens, 0, self.start_R.device)
+        ids_RN, padding_R = _padded_left(tokens, self.start_R.device)
         positions_RN = self.begin_tokens(ids_RN.shape[1] - padding_R)
         hidden_RNH = forked_hidden(self.backbone, ids_RN, positions_RN, self)
         return self.head(hidden_RNH[:, -1])
-
-    def skip_tokens(self, count: int) -> None:
-        """Advance by ``count`` tokens of zeros: the next takes as much memory as a late one."""
-        self.length += count
-        for buffers in self.own.values():
-            for buffer in buffers:
-                buffer.zero_()
 
 
 class DynamicCacheDecoder:
@@ -128,7 +119,7 @@ class DynamicCacheDecoder:
 
     def __init__(self, policy: Policy, prompts: Prompts):
         self.model = policy.model
-        ids_UN, self.padding_R = _padded_left(prompts, policy.pad_id, policy.device)
+        ids_UN, self.padding_R = _padded_left(prompts, policy.device)
         self.length = 0
         """Tokens in the cache for each row, with padding."""
         self.cache = DynamicCache(config=policy.model.config)
@@ -143,15 +134,6 @@ class DynamicCacheDecoder:
         # ``batch_select_indices`` does the same, but not for the states of linear attention.
         self.cache.reorder_cache(rows)
         self.padding_R = self.padding_R[rows]
-
-    def skip_tokens(self, count: int) -> None:
-        """As :meth:`ForkedCacheDecoder.skip_tokens`, if all layers have full attention."""
-        # A layer with a window, or a state in place of keys, is a subclass or another class.
-        if all(type(layer) is DynamicLayer for layer in self.cache.layers):
-            self.length += count
-            for layer in self.cache.layers:
-                layer.keys = F.pad(layer.keys, (0, 0, 0, count))
-                layer.values = F.pad(layer.values, (0, 0, 0, count))
 
     def _forward(self, ids_RN: Tensor) -> Tensor:
         """Append tokens to every row; logits ``[R, V]`` of the next."""
@@ -175,16 +157,10 @@ Decoder = ForkedCacheDecoder | DynamicCacheDecoder
 
 def _padded_left(
     sequences: Sequence[Sequence[int]],
-    pad_id: int,
     device: torch.device,
 ) -> tuple[Tensor, Tensor]:
     """Token ids ``[R, N]``, and the number of padding tokens before each row, ``[R]``."""
     rows = [torch.tensor(sequence) for sequence in sequences]
-    ids_RN = pad_sequence(
-        rows,
-        batch_first=True,
-        padding_value=pad_id,
-        padding_side="left",
-    )
+    ids_RN = pad_sequence(rows, batch_first=True, padding_side="left")
     padding = [ids_RN.shape[1] - len(row) for row in rows]
     return ids_RN.to(device), torch.tensor(padding, device=device)

@@ -32,14 +32,11 @@ class FusedLinear:
         self.dtype = dtype
         self.sizes = [layer.out_features for layer in layers]
 
-        weights = [effective_weight(layer).to(dtype) for layer in layers]
-        self.weight = torch.cat(weights)
+        self.weight = torch.cat([effective_weight(layer).to(dtype) for layer in layers])
         if _can_reorder(self.weight):
             self.weight = _mkldnn._reorder_linear_weight(self.weight, None)
-        self.bias = None
-        if layers[0].bias is not None:
-            biases = [layer.bias.detach() for layer in layers]
-            self.bias = torch.cat(biases).to(dtype)
+        biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
+        self.bias = torch.cat(biases).to(dtype) if biases else None
 
         self._input: Tensor | None = None
         self._outputs: tuple[Tensor, ...] = ()
@@ -61,8 +58,7 @@ class FusedLinear:
     def output_of(self, number: int, x: Tensor) -> Tensor:
         """The output of one layer. The first call with a tensor computes all, and the last layer's call drops them."""
         if x is not self._input:
-            outputs = self(x)
-            self._outputs = outputs.split(self.sizes, dim=-1)
+            self._outputs = self(x).split(self.sizes, dim=-1)
             self._input = x
         output = self._outputs[number]
         if number == len(self.layers) - 1:
@@ -93,10 +89,7 @@ Copies = dict[nn.Linear, FusedLinear]
 @contextlib.contextmanager
 def in_place_of(model: nn.Module, copies: Copies) -> Iterator[None]:
     """Inside the block, the model computes from these copies."""
-    layers = {}
-    for name, module in model.named_modules():
-        if module in copies:
-            layers[name] = module
+    layers = {name: module for name, module in model.named_modules() if module in copies}
     try:
         for name, layer in layers.items():
             model.set_submodule(name, CopiedLinear(layer, copies[layer]))
@@ -108,8 +101,7 @@ def in_place_of(model: nn.Module, copies: Copies) -> Iterator[None]:
 
 def copied_weights(model: nn.Module, precision: str) -> contextlib.AbstractContextManager[None]:
     """Inside the block, linear layers compute from copies of their weights, which must not change meanwhile."""
-    copies = copies_of(list(model.modules()), precision)
-    return in_place_of(model, copies)
+    return in_place_of(model, copies_of(list(model.modules()), precision))
 
 
 def copies_of(modules: list[nn.Module], precision: str) -> Copies:
@@ -127,12 +119,8 @@ def copies_of(modules: list[nn.Module], precision: str) -> Copies:
     for parent in modules:
         for names in SAME_INPUT:
             siblings = [getattr(parent, name, None) for name in names]
-            if not all(layer in layers for layer in siblings):
-                continue
-            shapes = {(layer.in_features, layer.bias is None) for layer in siblings}
-            if len(shapes) == 1:
-                fused = FusedLinear(siblings, dtype)
-                copies |= dict.fromkeys(siblings, fused)
+            if all(layer in layers for layer in siblings):
+                copies |= dict.fromkeys(siblings, FusedLinear(siblings, dtype))
     for layer in layers:
         if layer not in copies:
             copies[layer] = FusedLinear([layer], dtype)
@@ -160,13 +148,10 @@ class GatheredWeights:
         """
         self.root = root
         self.own = own
-        pairs = zip(own.modules(), model.modules(), strict=True)
-        self.sources = dict(pairs)
+        self.sources = dict(zip(own.modules(), model.modules(), strict=True))
         """The sharded model's module for each module of the rank's model."""
-        self.empty = {}
+        self.empty = {module: dict(module._parameters) for module in own.modules()}
         """The parameters on the meta device that each module of the rank's model has between rollouts."""
-        for module in own.modules():
-            self.empty[module] = dict(module._parameters)
 
     @contextlib.contextmanager
     def copied(self, precision: str, *, fast_decode: bool) -> Iterator[None]:
@@ -179,33 +164,23 @@ class GatheredWeights:
                 modules = [module for module in self.sources if layer_of.get(module) is layer]
                 source = self.root if layer is None else self.sources[layer]
                 with torch.no_grad(), gathered(source):
-                    copies |= self._take(modules, precision, fast_decode)
+                    for module in modules:
+                        module._parameters.update(self.sources[module]._parameters)
+                    if fast_decode:
+                        copies |= copies_of(modules, precision)
+                    # With a layer that has an adapter, its base and matrices are copied.
+                    copied = {part for linear in copies for part in linear.modules()}
+                    tied = {}  # a weight of two modules is cloned once
+                    for module in modules:
+                        parameters = self.empty[module]
+                        if module not in copied:
+                            parameters = copy.deepcopy(module._parameters, tied)
+                        module._parameters.update(parameters)
             with in_place_of(self.own, copies):
                 yield
         finally:
             for module, parameters in self.empty.items():
                 module._parameters.update(parameters)
-
-    def _take(
-        self,
-        modules: list[nn.Module],
-        precision: str,
-        fast_decode: bool,
-    ) -> Copies:
-        """Copy or clone the weights of these modules while they are gathered."""
-        for module in modules:
-            module._parameters.update(self.sources[module]._parameters)
-        copies = copies_of(modules, precision) if fast_decode else {}
-
-        # With a layer that has an adapter, its base and matrices are copied.
-        copied = {part for layer in copies for part in layer.modules()}
-        tied = {}  # a weight of two modules is cloned once
-        for module in modules:
-            parameters = self.empty[module]
-            if module not in copied:
-                parameters = copy.deepcopy(module._parameters, tied)
-            module._parameters.update(parameters)
-        return copies
 
 
 def _is_worth_copying(module: nn.Module, dtype: torch.dtype) -> bool:
@@ -217,17 +192,15 @@ def _is_worth_copying(module: nn.Module, dtype: torch.dtype) -> bool:
     if type(linear) not in (nn.Linear, HalfLinear):
         return False
     for layer in (module, linear):
-        hooks = layer._forward_hooks or layer._forward_pre_hooks
-        if hooks or "forward" in vars(layer):
+        if layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer):
             return False
-    has_adapter = linear is not module
-    return has_adapter or dtype == torch.bfloat16 or _can_reorder(linear.weight)
+    if dtype == torch.bfloat16 or linear is not module:
+        return True
+    return _can_reorder(linear.weight)
 
 
 def _can_reorder(weight: Tensor) -> bool:
     """True if oneDNN can multiply with a reordered copy of this weight."""
-    if weight.device.type != "cpu":
-        return False
-    if not torch.backends.mkldnn.is_available():
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     return weight.dtype == torch.float32 or _mkldnn._is_mkldnn_bf16_supported()

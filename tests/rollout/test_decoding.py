@@ -14,7 +14,7 @@ from grpo.attention import (
 )
 from grpo.model import Policy
 from grpo.rollout import BuiltinEngine, SamplingParams, check_model
-from grpo.rollout.llama_decoder import LlamaDecoder, has_llama_layers
+from grpo.rollout.llama_decoder import LlamaDecoder
 from grpo.rollout.weights import copied_weights
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
@@ -97,14 +97,11 @@ def test_other_models_keep_their_modules(name):
     assert not matches(ready(*OTHERS[name]))
 
 
-def test_a_factor_of_a_thousandth_and_one_more_part_are_noticed():
+def test_a_factor_of_a_thousandth_is_noticed():
     model = ready(*CAN["qwen2"])
     assert matches(model)
-    hook = model.model.layers[0].register_forward_hook(lambda module, inputs, output: 1.001 * output)
+    model.model.layers[0].register_forward_hook(lambda module, inputs, output: 1.001 * output)
     assert not matches(model)
-    hook.remove()
-    model.model.layers[1].extra = torch.nn.Identity()
-    assert not has_llama_layers(model.model), "a layer with one more part is of another shape, whatever its names"
 
 
 def test_fast_decode_changes_rounding_alone(policy):
