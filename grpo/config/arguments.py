@@ -20,7 +20,10 @@ class ConfigError(ValueError):
 
 
 def load_config(
-    argv: list[str], *, default_file: str | Path | None = None, default_values: dict[str, Any] | None = None
+    argv: list[str],
+    *,
+    default_file: str | Path | None = None,
+    default_values: dict[str, Any] | None = None,
 ) -> Config:
     """Read a configuration, ``["--config", "file.yaml", "section.key=value", "--debug"]`` for example, and check it.
 
@@ -62,7 +65,10 @@ def load_config(
     return config
 
 
-def make_config(source: Mapping[str, Any] | str | os.PathLike[str] | Config | None, *more: Mapping[str, Any]) -> Config:
+def make_config(
+    source: Mapping[str, Any] | str | os.PathLike[str] | Config | None,
+    *more: Mapping[str, Any],
+) -> Config:
     """Read a configuration from Python values, and check it.
 
     Args:
@@ -90,10 +96,12 @@ def _merge(new: Mapping[str, Any], values: dict[str, Any]) -> None:
             inner = inner.setdefault(section, {})
             if not isinstance(inner, dict):
                 raise ConfigError(f"{section} is a section: write {section}.KEY=VALUE")
+        if isinstance(value, os.PathLike):
+            value = os.fspath(value)
         if isinstance(value, Mapping) and isinstance(inner.get(leaf, {}), dict):
             _merge(value, inner.setdefault(leaf, {}))
         else:
-            inner[leaf] = os.fspath(value) if isinstance(value, os.PathLike) else value
+            inner[leaf] = value
 
 
 def _checked(values: dict[str, Any]) -> Config:
@@ -125,7 +133,8 @@ def _value_of(key: str, text: str) -> Any:
     """The value of ``key=text`` on the command line: YAML, and a plain text where the key takes one."""
     field = keys_of(Config).get(key)
     takes_text = field is not None and type_name(field.annotation) in ("str", "str | none")
-    if takes_text and text != "null" and not text.startswith(("'", '"')):
+    is_quoted = text.startswith(("'", '"'))
+    if takes_text and text != "null" and not is_quoted:
         return text
     return read_yaml(text, f"{key}=")
 
@@ -142,7 +151,9 @@ def masked_argument(argument: str) -> str:
         return argument
     value = _value_of(key, text)
     hidden = masked(value)
-    return argument if hidden == value else f"{key}={as_yaml(hidden)}"
+    if hidden == value:
+        return argument
+    return f"{key}={as_yaml(hidden)}"
 
 
 def read_config_file(name: str | os.PathLike[str]) -> dict[str, Any]:
@@ -160,7 +171,8 @@ def read_yaml(text: str, source: str) -> Any:
     try:
         return yaml.load(text, Loader=_Loader)
     except (yaml.YAMLError, RecursionError) as error:
-        raise ConfigError(f"{source}: not valid YAML: {' '.join(str(error).split())}") from None
+        problem = " ".join(str(error).split())
+        raise ConfigError(f"{source}: not valid YAML: {problem}") from None
 
 
 class _Loader(yaml.SafeLoader):

@@ -53,7 +53,7 @@ class Config(schema.Section):
     @property
     def uses_lora(self) -> bool:
         """True if an adapter is trained, and the model's own weights are frozen."""
-        return self.lora.rank > 0 or self.model.adapter is not None
+        return bool(self.lora.rank or self.model.adapter)
 
     @property
     def given(self) -> dict[str, Any]:
@@ -105,7 +105,7 @@ def _refusals(config: Config) -> list[tuple[Any, str]]:
     needs_fsdp = runtime.shard_size or runtime.offload != "none" or optim.reduce_each_microbatch
     return [
         (
-            rollout.num_generations == 1 and compares and algorithm.advantages is None,
+            rollout.num_generations == 1 and compares and not algorithm.advantages,
             "rollout.num_generations=1 leaves nothing to compare with: use num_generations >= 2, or "
             "algorithm.baseline=none with algorithm.scale=none",
         ),
@@ -144,7 +144,7 @@ def _refusals(config: Config) -> list[tuple[Any, str]]:
             "shard_size, offload and optim.reduce_each_microbatch need runtime.parallel=fsdp",
         ),
         (
-            moves_adapter and (algorithm.ref_sync_alpha != 1 or config.model.reference is not None),
+            moves_adapter and (algorithm.ref_sync_alpha != 1 or config.model.reference),
             "algorithm.ref_sync_steps with LoRA copies the adapter: algorithm.ref_sync_alpha must be 1, and "
             "model.reference none",
         ),
@@ -157,7 +157,7 @@ def _implied_values(config: Config) -> dict[str, Any]:
     algorithm = config.algorithm
     sets_rewards = "functions" in config.reward.model_fields_set
     found: dict[str, Any] = {}
-    if config.environment is not None:
+    if config.environment:
         if "dataset" not in data.model_fields_set or data.dataset == "none":
             found["data.dataset"] = ENVIRONMENT_ROWS
         if not sets_rewards:
@@ -196,7 +196,7 @@ def check_world_size(config: Config, world_size: int) -> None:
             f"rollout.prompts_per_step={prompts} is not a multiple of {world_size} processes x "
             f"algorithm.num_minibatches={minibatches}: use prompts_per_step={prompts // unit * unit + unit}"
         )
-    if runtime.shard_size is not None and world_size > 1 and world_size % runtime.shard_size:
+    if runtime.shard_size and world_size > 1 and world_size % runtime.shard_size:
         raise ValueError(f"runtime.shard_size={runtime.shard_size} does not divide {world_size} processes")
     if world_size == 1 and runtime.offload != "none" and not config.debug:
         raise ValueError(f"runtime.offload={runtime.offload} needs at least 2 processes")

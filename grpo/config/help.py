@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
+from pydantic_core import to_jsonable_python
 
 from grpo.config.aliases import OTHER_NAMES
 from grpo.config.secrets import masked
@@ -70,9 +71,8 @@ def as_yaml(value: Any) -> str:
     """A value in one line, as the command line reads it."""
     if value is None:
         return "none"
-    if isinstance(value, list):
-        value = [item.name if isinstance(item, BaseModel) else item for item in value]
-    text = yaml.safe_dump(value, default_flow_style=True, width=float("inf"))
+    plain = to_jsonable_python(value)
+    text = yaml.safe_dump(plain, default_flow_style=True, width=float("inf"))
     return text.removesuffix("\n...\n").strip()
 
 

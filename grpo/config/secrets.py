@@ -22,8 +22,11 @@ _REFERENCE = re.compile(r"((?:Bearer |Basic |Token )?)\$\{([A-Z_][A-Z0-9_]*)\}")
 
 def names_a_secret(name: str) -> bool:
     """True for ``api_key``, ``apiKey``, ``hf_token_2``, ``db_password``; not for ``max_tokens`` or ``stop_token``."""
-    words = [word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", name)]
-    return any(map(_SECRET.fullmatch, words)) and not any(map(_HARMLESS.fullmatch, words))
+    found = re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", name)
+    words = [word.lower() for word in found]
+    if any(map(_HARMLESS.fullmatch, words)):
+        return False
+    return any(map(_SECRET.fullmatch, words))
 
 
 def masked(value: Any, is_secret: bool = False) -> Any:

@@ -316,7 +316,7 @@ def test_help_lists_every_key_with_type_default_and_meaning(capsys):
         "algorithm.epsilon_high  (float | none; default none)",
         "data.conversational  (auto | true | false; default auto)",
         "optim.betas  (tuple[float, float]; default [0.9, 0.999])",
-        "reward.functions  (list[RewardFunction]; default [accuracy])",
+        "reward.functions  (list[RewardFunction]; default [{args: {}, name: accuracy, weight: 1.0}])",
     ):
         assert line in lines
 
