@@ -24,11 +24,8 @@ OUT_OF_MEMORY = (
     "|could not create a primitive"  # oneDNN
 )
 """A pattern of all errors when memory runs out, on this rank or another: they share no class."""
-CHOSEN = {
-    "optim.tokens_per_microbatch": "tokens_per_microbatch",
-    "rollout.tokens_in_flight": "tokens_in_flight",
-}
-"""Settings whose defaults may be lowered, and the fields of ``Progress`` that hold the chosen values."""
+CHOSEN = ("optim.tokens_per_microbatch", "rollout.tokens_in_flight")
+"""Settings whose defaults may be lowered; the fields of ``Progress`` that hold the chosen values have their names."""
 
 
 def try_largest_step(run: Run, problems: list[Problem]) -> str:
@@ -129,19 +126,18 @@ def _fit(learner: Learner, key: str, most: int, least: int, attempt: Callable) -
     if tokens < most:
         if _is_set(learner.config, key):
             raise ValueError(f"{problem}; {tokens} fits")
-        setattr(learner.progress, CHOSEN[key], tokens)
+        setattr(learner.progress, key.split(".")[1], tokens)
         learner.reporter.print(f"note      {problem}; using {tokens}, equal up to rounding")
 
 
 def forget_chosen(progress: Progress, config: Config) -> None:
     """Drop the chosen values of settings that the user has set."""
-    for key, name in CHOSEN.items():
+    for key in CHOSEN:
         if _is_set(config, key):
-            setattr(progress, name, None)
+            setattr(progress, key.split(".")[1], None)
 
 
 def _is_set(config: Config, key: str) -> bool:
-    """True if the user has set a setting, and not to its default of none."""
+    """True if the user has set a setting."""
     section, name = key.split(".")
-    settings = getattr(config, section)
-    return name in settings.model_fields_set and getattr(settings, name) is not None
+    return name in getattr(config, section).model_fields_set

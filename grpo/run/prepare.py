@@ -37,7 +37,6 @@ from grpo.model import (
     check_reference,
     load_tokenizer,
     model_digests,
-    num_parameters,
     resolve_model,
 )
 from grpo.rewards import RewardRunner, RewardSpec
@@ -134,8 +133,7 @@ def _prepare(
     max_steps = config.optim.max_steps
     if max_steps is None:
         max_steps = max(math.ceil(config.optim.num_epochs * schedule.steps_per_epoch), 1)
-    is_due = evaluation_is_due(progress, config.eval, max_steps)
-    has_evaluation_left = is_due and bool(evaluation.problems)
+    has_evaluation_left = bool(evaluation.problems) and evaluation_is_due(progress, config.eval, max_steps)
     if progress.step >= max_steps and not has_evaluation_left:
         if world.is_main:
             print(f"already complete: {checkpoint}, step {progress.step} of {max_steps}; a new output_dir starts anew")
@@ -150,8 +148,6 @@ def _prepare(
     # Output.
     mask_command_line()
     facts = environment(world.size)
-    facts["from_step"] = progress.step
-    facts["num_parameters"] = num_parameters(policy.model)
     facts["num_eval_problems"] = len(eval_problems)
     with world.main_first():
         if world.is_main:
@@ -276,7 +272,7 @@ def _read_inputs(
 
     for note in rewards.notes:
         if world.is_main:
-            print(note, flush=True)
+            print(note)
     return Inputs(user, tools, rewards, train, evaluation)
 
 
@@ -308,7 +304,7 @@ def _find_start(
 
     if start.changes and world.is_main:
         listed = "; ".join(f"{key}: {old} -> {new}" for key, old, new in start.changes)
-        print(f"note: checkpoint.accept_changes accepts {listed}", flush=True)
+        print(f"note: checkpoint.accept_changes accepts {listed}")
     return start
 
 

@@ -1,1 +1,1 @@
-"""Output of a run about itself: console, progress bars, metrics.jsonl, wandb, hints, completions/, starts.jsonl, traces."""
+"""Output of a run about itself: console, bars, metrics.jsonl, dashboards, hints, completions/, starts.jsonl."""

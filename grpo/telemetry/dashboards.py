@@ -1,4 +1,4 @@
-"""wandb, trackio and TensorBoard: metrics of a run, in the first two some completions too. Imported only if switched on.
+"""wandb, trackio and TensorBoard: metrics of a run, in the first two some completions too. Imported when needed.
 
 All three have ``log(step, metrics, completions)``, where a completion is a row of a table, and ``finish()``.
 """

@@ -1,4 +1,4 @@
-"""Records of a run, a JSON object per line: of each step (metrics.jsonl, intervals.jsonl) and each start (starts.jsonl)."""
+"""Records of a run, a JSON object per line: steps (metrics.jsonl, intervals.jsonl) and starts (starts.jsonl)."""
 
 import contextlib
 import json
@@ -21,7 +21,7 @@ LOGGED_PREFIX = "logged/"
 
 
 def append_line(path: Path, line: dict[str, Any]) -> None:
-    """Append an object, and wait until the disk has it. The file is opened for each, in case it was moved or deleted."""
+    """Append an object, and wait until the disk has it. The file is opened for each, in case it was moved."""
     text = json.dumps(json_safe(line))
     with open(path, "a", encoding="utf-8") as file:
         file.write(text + "\n")
