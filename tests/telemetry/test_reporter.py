@@ -58,10 +58,10 @@ def test_an_evaluation_is_in_the_line_of_its_step(tmp_path):
 
 
 def test_escape_sequences_do_not_reach_the_terminal(tmp_path, capsys):
-    reporter(tmp_path).print("prompt \x1b]0;title\x07 \x1b[2J\rend\n\tindented")
+    reporter(tmp_path).print("prompt \x1b]0;title\x07\rend\n\tindented")
     print_user_error(ValueError("row 3: \x1b[31mred"))
     shown = capsys.readouterr()
-    assert shown.out == "prompt \\u001b]0;title\\u0007 \\u001b[2J\\u000dend\n\tindented\n"
+    assert shown.out == "prompt \\u001b]0;title\\u0007\\u000dend\n\tindented\n"
     assert shown.err == "error: row 3: \\u001b[31mred\n"
 
 
