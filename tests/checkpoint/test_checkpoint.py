@@ -96,8 +96,6 @@ def test_transformers_loads_it(random_model, tmp_path):
     odd = GenerationConfig(do_sample=False)
     odd.temperature = 0.3
     model.generation_config = odd
-    with pytest.raises(ValueError, match="temperature"):
-        model.save_pretrained(tmp_path / "refused")
     folder = save(tmp_path, 1, things)
     assert json.loads((folder / "generation_config.json").read_text())["temperature"] == 0.3
     assert model.generation_config is odd
