@@ -109,7 +109,6 @@ def test_metrics_and_seeds_that_a_variant_lacks():
         (["--vary", "a=1"], "--config FILE"),
         (["--config", ARITHMETIC, "seed=1"], "--seeds"),
         (["--config", ARITHMETIC, "--vary", "output_dir=a,b"], "--output"),
-        (["--config", ARITHMETIC, "--jobs", "2"], "argument '--jobs' is not understood"),
         (["--config", ARITHMETIC, "--vary", "algorithm.scale=a,,b"], "write section.key=value"),
         (["--config", ARITHMETIC, "--vary", "algorithm.scale=none,nix"], "algorithm.scale='nix'"),
         (["--config", ARITHMETIC, "--vary", "algorithm.objective=nowhere.py:mine"], "nowhere.py raised FileNotFound"),
