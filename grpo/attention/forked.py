@@ -84,7 +84,12 @@ class ForkedCache:
 
         def buffer(prompts_UKPD: Tensor) -> Tensor:
             _, K, _, D = prompts_UKPD.shape
-            return prompts_UKPD.new_empty(len(prompt_R), K, self.capacity, D)
+            return prompts_UKPD.new_empty(
+                len(prompt_R),
+                K,
+                self.capacity,
+                D,
+            )
 
         self.own = dict(self.prompts)
         _replace(self.own, buffer)

@@ -100,9 +100,10 @@ def pack(
     row_of_group = dict(zip(groups_B, range(B), strict=True))  # any row of each group
     prompt_of_group = {group: u for u, group in enumerate(row_of_group)}
     prompt_lengths = [prompt_lengths_B[b] for b in row_of_group.values()]
+    U = len(prompt_lengths)
     all_but_last = [length - 1 for length in lengths_B]
 
-    tiles = [_tile(prompt_lengths, range(len(prompt_lengths)), device)]
+    tiles = [_tile(prompt_lengths, range(U), device)]
     sizes = [sum(prompt_lengths)]
     sources = []  # indices in the flat batch, in the packed order
     for b in row_of_group.values():
@@ -180,7 +181,11 @@ def _similar_lengths(lengths: Sequence[int]) -> list[list[int]]:
     return tiles
 
 
-def _tile(lengths: Sequence[int], prompts: Sequence[int], device: torch.device) -> Tile:
+def _tile(
+    lengths: Sequence[int],
+    prompts: Sequence[int],
+    device: torch.device,
+) -> Tile:
     """A tile of rows with these lengths, and the index of the prompt of each."""
     C = max(lengths)
     slots_n = None

@@ -124,10 +124,10 @@ def decode(
             break
 
         token_B = batch.draw(uniforms_RT, sampling)
-        if on_tokens is not None:
+        if on_tokens:
             on_tokens(len(batch.live))
         ended = batch.end_rows(stops, T)
-        if replies is not None and ended:
+        if replies and ended:
             away.leave(batch, ended, replies, rows_can_join)
         if not batch.live:
             continue

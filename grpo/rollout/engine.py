@@ -131,13 +131,13 @@ class BuiltinEngine:
         :meth:`generate` enters such a block itself, unless it is called inside of one. Under FSDP
         the weights are gathered, so all ranks enter the block together.
         """
-        if self._prefill is not None:
+        if self._prefill:
             yield
             return
         policy = self.policy
         is_llama = self.fast_decode and policy.is_llama
         copied = nullcontext()
-        if self.gathered is not None:
+        if self.gathered:
             copied = self.gathered.copied(policy.precision, fast_decode=self.fast_decode)
         elif self.fast_decode:
             copied = copied_weights(policy.model, policy.precision)

@@ -62,7 +62,7 @@ def prefill(
     hidden = packed_hidden(policy.backbone, packed, decoder)
     logits_UV = decoder.head(hidden[packed.before_M])
     decoder.fork(prompt_R)
-    if llama_decoder is not None and graphs is not None and graphs.are_on:
+    if llama_decoder and graphs and graphs.are_on:
         decoder.llama_decoder = CapturedSteps(llama_decoder, graphs)
         decoder.least_ended = 0.75
     return decoder, logits_UV[prompt_R]
