@@ -1,5 +1,6 @@
 """The whole configuration: all sections, values that other settings imply, checks between sections, ``--debug``."""
 
+import math
 from operator import attrgetter
 from typing import Any, Literal, Self
 
@@ -122,6 +123,10 @@ def _refusals(config: Config) -> list[tuple[Any, str]]:
             correction == "geometric_mask" and algorithm.sampler_correction_min is None,
             "algorithm.sampler_correction=geometric_mask needs both bounds: set sampler_correction_min=0.99 and "
             "sampler_correction_max=1.01 for example",
+        ),
+        (
+            not (algorithm.sampler_correction_min or 0) < 1 < (algorithm.sampler_correction_max or math.inf),
+            "algorithm.sampler_correction_min and _max must lie around 1, the ratio where trainer and sampler agree",
         ),
         (
             not config.reward.functions and not config.environment,

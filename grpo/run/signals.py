@@ -2,7 +2,8 @@
 
 SIGTERM, SIGINT and SIGHUP stop the run: a rollout or an evaluation, which does not change the weights, at once; an
 update is finished first. SIGUSR1 saves a checkpoint at the end of the current step. A signal to one rank counts for
-all: ranks vote at the end of each rollout and of each step. A second stop signal raises KeyboardInterrupt, which ends the run.
+all: ranks vote at the end of each rollout and of each step. A second stop signal raises KeyboardInterrupt, which ends
+the run.
 """
 
 from __future__ import annotations

@@ -30,7 +30,6 @@ BEFORE_THE_MODEL = """
     rollout.num_generation=4 -> rollout.num_generations
     runtime.parallel=fsdp runtime.offload=all -> offload=all needs at least 2 processes
     runtime.device=cuda -> runtime.device=cpu
-    model.adapter=./nowhere -> adapter_config.json
     reward.functions=[acuracy] -> accuracy
     reward.functions=[accuracy,{"name":"format","args":{"value_":2}}] -> value_
     reward.functions=['{tmp}/broken.py:f'] -> broken.py

@@ -237,10 +237,10 @@ MISTAKES = r"""
     --seed=1 -> '--seed=1' is not understood: use section.key=value
     rollout.num_generations=1 -> num_generations >= 2, or algorithm.baseline=none
     reward.functions=[] -> give at least 1
-    rollout.function=a.py:f & environment=a.py:A -> leave out tools and environment
     algorithm.name=dppo_tv & algorithm.importance_level=sequence -> importance_level=token
     algorithm.name=rloo & algorithm.num_iterations=2 -> use objective=clip, or num_iterations=1
     algorithm.sampler_correction=geometric_mask -> sampler_correction_max=1.01
+    algorithm.sampler_correction=token_mask & algorithm.sampler_correction_min=1.5 -> must lie around 1
     optim.min_lr=1e-7 -> optim.min_lr needs lr_scheduler_type=cosine, got constant
     data.prompt_template={prompt} & data.system_prompt=a -> data.prompt_template takes no system_prompt
     runtime.offload=all -> runtime.parallel=fsdp

@@ -163,7 +163,6 @@ READ_IN = {
     "grpo/run/user_functions.py": "algorithm.advantages=a.py:f",
     "grpo/turns/engine.py": """
         reward.timeout_s=1
-        rollout.function=a.py:f
     """,
     "train_grpo.py": """
         algorithm.off_policy_mask_threshold=0.1
