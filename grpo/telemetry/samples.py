@@ -69,7 +69,8 @@ def sample_records(
         for name, values_BT in logprobs.items():
             record[name] = None if values_BT is None else _of_sampled(values_BT[b], completion)
         if isinstance(completion, Turns):
-            record["sampled"] = list(completion.loss_mask)
+            # None where the model wrote all tokens, as in a run without turns.
+            record["sampled"] = list(completion.loss_mask) or None
             record["messages"] = _text(completion.messages)
             record["stop_reason"] = completion.stop_reason
         records.append(record)
