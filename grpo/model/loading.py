@@ -287,8 +287,11 @@ def digest(path: str | Path) -> str:
     size = os.path.getsize(path)
     found = hashlib.sha256(str(size).encode())
     with open(path, "rb") as file:
-        for start in range(0, size, max(BLOCK, size // BLOCKS)):
-            file.seek(start)
+        if size <= BLOCK * BLOCKS:
+            found.update(file.read())
+            return found.hexdigest()
+        for number in range(BLOCKS):
+            file.seek((size - BLOCK) * number // (BLOCKS - 1))
             found.update(file.read(BLOCK))
     return found.hexdigest()
 

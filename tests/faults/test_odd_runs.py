@@ -35,7 +35,7 @@ def test_equal_groups_for_many_steps_move_nothing_but_weight_decay(capsys, tmp_p
     equal = "100% of the groups have equal rewards"
     assert shown.count(f"hint: {equal}") == shown.count(f"\nverdict   {equal}") == 1
     assert shown.index("\nstep 3/") < shown.index(f"hint: {equal}") < shown.index("\nstep 4/")
-    assert "entropy" not in shown and "  grad norm 0.000" in shown
+    assert "entropy" not in shown
     for line in lines(tmp_path / "run"):
         for name in ("entropy", "ratio", "clip_ratio/region_mean", "sampling/logprob_difference"):
             assert line[name] is None, name
@@ -57,7 +57,7 @@ def test_a_model_that_calls_no_tool(capsys, tmp_path, random_model):
     shown = capsys.readouterr().out
     for line in lines(tmp_path / "run"):
         assert line["tools/call_frequency"] == line["tools/calculator/calls"] == 0
-        assert line["tools/failure_frequency"] is line["tools/calculator/seconds"] is None
+        assert line["tools/failure_frequency"] is None
     assert "failed calls" not in shown
     assert shown.count("\nhint: nobody called the tool: ") == shown.count("\nverdict   nobody called the tool: ") == 1
 

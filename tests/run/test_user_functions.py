@@ -55,7 +55,7 @@ constant = 3
 @pytest.mark.parametrize(
     ("key", "name", "message"),
     [
-        ("objective", "per_row", r"must return a loss of shape \[B, T\] = \(3, 2\), got \(3,\)"),
+        ("objective", "per_row", r"must return a tensor of shape \(3, 2\), got \(3,\)"),
         ("objective", "not_at_1", r"the loss \(nan\) is not finite"),
         ("objective", "over_rows", "that of a row depends on the other rows or on"),
         ("objective", "per_width", "or on the number of padding columns, and so the update on how the batch is cut"),
