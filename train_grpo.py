@@ -138,8 +138,7 @@ def update(learner: Learner, step: Step, minibatch: Batch, *, is_first_iteration
     denominator = world.sum(rank_denominator).clamp(min=1)  # if all are masked
 
     for micro, is_last in rank_microbatches(learner, minibatch):
-        syncs = is_last or learner.config.optim.reduce_each_microbatch
-        with gradient_sync(learner.scorer, enabled=syncs):
+        with gradient_sync(learner.scorer, enabled=is_last):
             # Shifted cross-entropy of the completion's tokens: grpo/algorithm/logprobs.py.
             with learner.policy.autocast():
                 new_BT, entropy_BT = learner.scorer(*micro.scorer_inputs)

@@ -205,7 +205,7 @@ def exact(bench: Bench) -> dict:
 def step(bench: Bench) -> dict:
     """seconds, tokens, memory and MFU"""
     # Completions have given lengths.
-    decode_loop.draw_and_record = forced_draw
+    decode_loop.draw_tokens = forced_draw
     P, prompt, T = (2, 16, 32) if bench.shape == "small" else (8, 256, 512)
     problems = bench.problems(*[prompt] * P)
     policy, scorer = packed(bench)

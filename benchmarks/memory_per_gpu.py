@@ -30,7 +30,7 @@ def gigabytes(
     vocab: int,
     is_tied: bool,
 ) -> tuple[float, ...]:
-    """Parameters (in 10^9); then GB under DDP, FSDP, FSDP that averages gradients each micro-batch, and with LoRA."""
+    """Parameters (in 10^9); then GB under DDP, under FSDP and with LoRA."""
     products = [(hidden, hidden)] * 2 + [(hidden, kv)] * 2 + [(hidden, inner)] * 2 + [(inner, hidden)]
     linear = sum(inputs * outputs for inputs, outputs in products) + hidden + 2 * kv  # of one layer, with biases
     layer = linear + 2 * hidden
@@ -48,7 +48,6 @@ def gigabytes(
         total,
         16 * total + reference + copies,
         sharded + max(rollout, passes + 4 * total),  # whole gradients, while micro-batches add up
-        sharded + max(rollout, passes),
         reference + 16 * adapters + copies,  # the reference is the frozen base
     )
     return tuple(figure / 1e9 for figure in figures)
@@ -97,9 +96,8 @@ def one_gpu(
 
 
 if __name__ == "__main__":
-    fsdp = f"FSDP on {SHARDS}"
-    print(f"| Qwen2.5 | parameters | DDP | {fsdp} | {fsdp}, `reduce_each_microbatch` | LoRA rank {ADAPTER_RANK} |")
-    print("|---|---|---|---|---|---|")
+    print(f"| Qwen2.5 | parameters | DDP | FSDP on {SHARDS} | LoRA rank {ADAPTER_RANK} |")
+    print("|---|---|---|---|---|")
     for name, shape in QWEN.items():
         parameters, *figures = gigabytes(*shape)
         print(f"| {name} | {parameters:.2f}B | {' | '.join(f'{figure:.0f}' for figure in figures)} |")

@@ -28,7 +28,7 @@ from grpo.algorithm.logprobs import CompletionScorer
 from grpo.model import Policy
 from grpo.rollout import BuiltinEngine, SamplingParams, check_model
 from grpo.rollout.decode_loop import decode
-from grpo.rollout.draw import draw_and_record
+from grpo.rollout.draw import draw_tokens
 
 SHAPES = {
     "qwen2.5-0.5b": dict(
@@ -121,13 +121,13 @@ class ForcedLengths(BuiltinEngine):
 def forced_draw(logits_RV, u_R, sampling):
     """Draw a token that ends the completion where the uniform number is 2 or more, and only there."""
     is_last_R = u_R >= 2
-    return draw_and_record(ends_at(logits_RV, is_last_R), u_R - 2 * is_last_R, sampling)
+    return draw_tokens(ends_at(logits_RV, is_last_R), u_R - 2 * is_last_R, sampling)
 
 
 def ours(engine, prompts_UL, lengths_UG, T) -> int:
     problems = [Problem(u, "", tuple(row)) for u, row in enumerate(prompts_UL.tolist())]
     engine.lengths_UG = lengths_UG.cpu()
-    with patch("grpo.rollout.decode_loop.draw_and_record", forced_draw):
+    with patch("grpo.rollout.decode_loop.draw_tokens", forced_draw):
         groups = engine.generate(
             problems,
             SamplingParams(lengths_UG.shape[1], T),

@@ -2,8 +2,7 @@
 
     P   problems                          T   tokens of the longest completion
     G   completions of each problem       S   tokens of the longest prompt and completion
-    B   rows, P*G of them                 K   token ids that the sampler allowed, of all positions
-    M   minibatches of n rows
+    B   rows, P*G of them                 M   minibatches of n rows
 
 Masks are made here and nowhere else, and from lengths: a token's value never says whether it is
 padding.
@@ -12,7 +11,7 @@ padding.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,40 +46,6 @@ class Problem:
         return self.reward_prompt
 
 
-class AllowedTokens(NamedTuple):
-    """The tokens that top-k, top-p and min-p allowed at each position
-    (``rollout.keep_sampling_mask``).
-
-    Lists of token ids, one after the other: a mask of positions x vocabulary would be a thousand
-    times larger.
-    """
-
-    ids_K: Tensor
-    """int32: the ids allowed at the first position, then those at the second, ..., row after
-    row."""
-    counts: Tensor
-    """int32 ``[T]`` of a completion, ``[B, T]`` of a batch: number of ids allowed at each position;
-    0: all tokens."""
-
-    def select(self, rows: Tensor, T: int) -> "AllowedTokens":
-        """The allowed tokens of some rows of a batch; ``counts`` becomes ``[rows, T]``."""
-        num_ids_B = self.counts.sum(dim=1)
-        ids_by_row = self.ids_K.split(num_ids_B.tolist())
-        selected = [ids_by_row[b] for b in rows.tolist()]
-        return AllowedTokens(torch.cat(selected), self.counts[rows, :T])
-
-    def split(self, n: int) -> list["AllowedTokens"]:
-        """The allowed tokens of each ``n`` positions in a row, where ``counts`` has one
-        dimension."""
-        parts = []
-        start = 0
-        for counts_n in self.counts.split(n):
-            end = start + int(counts_n.sum())
-            parts.append(AllowedTokens(self.ids_K[start:end], counts_n))
-            start = end
-        return parts
-
-
 @dataclass(frozen=True)
 class Completion:
     """One sampled response to a problem."""
@@ -97,9 +62,6 @@ class Completion:
     sampling_logprobs: tuple[float, ...] = ()
     """Log-probability of each token at the sampling temperature, as computed while sampling; empty
     if greedy."""
-    allowed: AllowedTokens | None = field(default=None, compare=False)
-    """The tokens that could be drawn at each position, if ``rollout.keep_sampling_mask``; None:
-    all."""
     logged: dict[str, Any] = field(default_factory=dict)
     """Column -> the value that a reward gave to ``log_extra`` for this completion."""
     loss_mask: tuple[bool, ...] = ()
@@ -258,9 +220,6 @@ class Batch:
     """Log-probs under the policy that sampled; None: the policy has not been updated since."""
     ref_logprobs_BT: Tensor | None = None
     """Log-probs under the reference model; None: there is no KL term."""
-    allowed: AllowedTokens | None = None
-    """The tokens that could be drawn at each position: log-probs are those of a softmax over these;
-    None: all."""
     policy_mask_BT: Tensor | None = None
     """True at the tokens that have a policy term; None: all that are trained on."""
     computed_B: Tensor | None = None
@@ -276,17 +235,14 @@ class Batch:
         return self.prompt_lengths_B + completion_lengths(self.completion_mask_BT)
 
     @property
-    def scorer_inputs(self) -> tuple[Tensor | AllowedTokens, ...]:
+    def scorer_inputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The arguments of :class:`grpo.algorithm.logprobs.CompletionScorer`."""
-        inputs = (
+        return (
             self.sequence_ids_BS,
             self.prompt_lengths_B,
             self.completion_mask_BT,
             self.group_B,
         )
-        if self.allowed is None:
-            return inputs
-        return (*inputs, self.allowed)
 
     @property
     def counted_BT(self) -> Tensor:
@@ -308,8 +264,6 @@ class Batch:
             if isinstance(value, Tensor):
                 axis = name[-1]
                 selected[name] = value[rows] if axis == "B" else value[rows, : width[axis]]
-        if self.allowed is not None:
-            selected["allowed"] = self.allowed.select(rows, T)
         return replace(self, **selected)
 
 
@@ -347,8 +301,6 @@ def collate(
     mask_BT = torch.zeros(B, T, dtype=torch.bool)
     trained_BT = torch.zeros(B, T, dtype=torch.bool)
     sampling_logprobs_BT = torch.zeros(B, T)
-    counts_BT = torch.zeros(B, T, dtype=torch.int32)
-    allowed_ids = []
     for b, completion in enumerate(completions):
         row = slice(len(completion.ids))
         mask_BT[b, row] = torch.tensor(completion.loss_mask or True)
@@ -356,14 +308,6 @@ def collate(
             trained_BT[b] = mask_BT[b]
         if completion.sampling_logprobs:
             sampling_logprobs_BT[b, row] = torch.tensor(completion.sampling_logprobs)
-        if completion.allowed:
-            ids_K, counts = completion.allowed
-            counts_BT[b, : len(counts)] = counts
-            allowed_ids.append(ids_K)
-    allowed = None
-    if allowed_ids:
-        ids_K = torch.cat(allowed_ids)
-        allowed = AllowedTokens(ids_K.to(device), counts_BT.to(device))
 
     return Batch(
         sequence_ids_BS=right_pad(sequences, pad_id).to(device),
@@ -374,7 +318,6 @@ def collate(
         group_B=torch.tensor(group_numbers, device=device),
         row_B=torch.arange(B, device=device),
         sampling_logprobs_BT=sampling_logprobs_BT.to(device),
-        allowed=allowed,
     )
 
 

@@ -2,16 +2,15 @@
 
 B   rows                              V   vocabulary
 T   completion tokens of a row        H   size of a hidden state
-S   prompt and completion tokens      K   token ids that the sampler allowed, of all positions
-N   completion tokens of all rows     M   tokens of a packed sequence, prompts among them
-n   completion tokens of one chunk
+S   prompt and completion tokens      M   tokens of a packed sequence, prompts among them
+N   completion tokens of all rows     n   completion tokens of one chunk
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from grpo.algorithm.batch import IGNORE_INDEX, AllowedTokens, completion_lengths, completion_mask
+from grpo.algorithm.batch import IGNORE_INDEX, completion_lengths, completion_mask
 from grpo.attention import few_sizes, pack, packed_hidden
 
 LOGITS_PER_CHUNK = 2**24
@@ -110,7 +109,6 @@ class CompletionScorer(nn.Module):
         prompt_lengths_B: Tensor,
         completion_mask_BT: Tensor,
         group_B: Tensor | None = None,
-        allowed: AllowedTokens | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Score the completions of right-padded sequences.
 
@@ -119,8 +117,7 @@ class CompletionScorer(nn.Module):
             its left. prompt_lengths_B: ``[B]`` tokens of each prompt. completion_mask_BT: ``[B,
             T]`` True at the tokens of each completion that are scored. A completion ends with the
             last of them; those before may have tokens of tools among them. group_B: ``[B]`` group
-            of each row, if ``packed``: rows of one group have the same prompt. allowed: the tokens
-            that could be drawn at each position: softmaxes are over these. None: over all tokens.
+            of each row, if ``packed``: rows of one group have the same prompt.
 
         Returns: ``(logprobs_BT, entropies_BT)`` in fp32, in nats, 0.0 outside of the mask;
             entropies are without gradient.
@@ -135,10 +132,6 @@ class CompletionScorer(nn.Module):
         positions_N = positions_BT[completion_mask_BT]
         before_N = positions_N - 1
         labels_N = sequence_ids_BS.flatten()[positions_N]
-        if allowed is not None:
-            # The counts outside of the mask are 0, so the ids are those of the positions inside, in
-            # their order.
-            allowed = AllowedTokens(allowed.ids_K, allowed.counts[completion_mask_BT])
 
         backbone = self.model.base_model
         if self.packed and group_B is not None:
@@ -152,14 +145,13 @@ class CompletionScorer(nn.Module):
             hidden_MH = packed_hidden(backbone, packed)
             in_completion_BT = completion_mask(completion_mask_BT, lengths_B)
             is_scored_M = completion_mask_BT[in_completion_BT]
-            scored = self._score_hidden(hidden_MH, packed.before_M[is_scored_M], labels_N, allowed)
+            scored = self._score_hidden(hidden_MH, packed.before_M[is_scored_M], labels_N)
         elif self.plain_head:
             hidden_BSH = backbone(input_ids=sequence_ids_BS, use_cache=False).last_hidden_state
-            scored = self._score_hidden(hidden_BSH.flatten(0, 1), before_N, labels_N, allowed)
+            scored = self._score_hidden(hidden_BSH.flatten(0, 1), before_N, labels_N)
         else:
             logits_BSV = self.model(input_ids=sequence_ids_BS, use_cache=False).logits
             logits_NV = logits_BSV.flatten(0, 1)[before_N]
-            logits_NV = keep_only_(logits_NV, allowed, self.temperature)
             scored = score_logits(logits_NV, labels_N, self.temperature)
 
         logprobs_N, entropies_N = scored
@@ -172,75 +164,39 @@ class CompletionScorer(nn.Module):
         hidden_MH: Tensor,
         before_N: Tensor,
         labels_N: Tensor,
-        allowed: AllowedTokens | None,
     ) -> tuple[Tensor, Tensor]:
-        """:func:`score_hidden` of the tokens ``before_N``, which predict the labels, among ``M``.
+        """Log-probs and entropies of the labels, ``[N]`` each, from the hidden states ``before_N``
+        among ``M``; in chunks, where tokens x vocabulary is large.
 
         The number of tokens is rounded up to one of few sizes.
         """
         N = len(before_N)
         padding = (0, few_sizes(N) - N)
-        if allowed is not None:
-            allowed = AllowedTokens(allowed.ids_K, F.pad(allowed.counts, padding))
-        logprobs_N, entropies_N = score_hidden(
-            self.model.get_output_embeddings(),
-            hidden_MH[F.pad(before_N, padding)],
-            F.pad(labels_N, padding),
-            allowed,
-            self.temperature,
-        )
+        hidden_NH = hidden_MH[F.pad(before_N, padding)]
+        labels_N = F.pad(labels_N, padding)
+
+        head = self.model.get_output_embeddings()
+        kind = hidden_NH.device.type
+        logits = LOGITS_PER_CHUNK_ON_CUDA if kind == "cuda" else LOGITS_PER_CHUNK
+        n = -(-logits // len(head.weight))
+        if len(hidden_NH) <= n:
+            logits_NV = head(hidden_NH)
+            scored = _ScoreLogits.apply(logits_NV, labels_N, self.temperature)
+        else:
+            dtype = head.weight.dtype
+            if torch.is_autocast_enabled(kind):
+                dtype = torch.get_autocast_dtype(kind)
+            scored = _ScoreHiddenInChunks.apply(
+                hidden_NH,
+                head.weight,
+                head.bias,
+                labels_N,
+                self.temperature,
+                n,
+                dtype,
+            )
+        logprobs_N, entropies_N = scored
         return logprobs_N[:N], entropies_N[:N]
-
-
-def score_hidden(
-    head: nn.Linear,
-    hidden_NH: Tensor,
-    labels_N: Tensor,
-    allowed: AllowedTokens | None,
-    temperature: float,
-) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropies of the labels, ``[N]`` each; in chunks, where tokens x vocabulary is
-    large."""
-    kind = hidden_NH.device.type
-    dtype = head.weight.dtype
-    if torch.is_autocast_enabled(kind):
-        dtype = torch.get_autocast_dtype(kind)
-    logits = LOGITS_PER_CHUNK_ON_CUDA if kind == "cuda" else LOGITS_PER_CHUNK
-    n = -(-logits // len(head.weight))
-    if len(hidden_NH) <= n:
-        logits_NV = keep_only_(head(hidden_NH), allowed, temperature)
-        return _ScoreLogits.apply(logits_NV, labels_N, temperature)
-    return _ScoreHiddenInChunks.apply(
-        hidden_NH,
-        head.weight,
-        head.bias,
-        labels_N,
-        temperature,
-        n,
-        dtype,
-        allowed,
-    )
-
-
-def keep_only_(logits_NV: Tensor, allowed: AllowedTokens | None, temperature: float) -> Tensor:
-    """Lower, in place, the logits of tokens that could not be drawn; ``None``: change nothing.
-
-    They get the lowest of all logits minus 30 (at the temperature). Each has then less than e^-30 =
-    1e-13 of the probability of any token that could be drawn, and 150,000 of them less than 2e-8,
-    which fp32 rounds away. With minus infinity an entropy would be NaN; with -1e38 ``exp`` takes 20
-    times as long on CPU.
-    """
-    if allowed is None or len(logits_NV) == 0:
-        return logits_NV
-    N, V = logits_NV.shape
-    ids_K, counts_N = allowed
-    positions_N = torch.arange(N, device=logits_NV.device)
-    positions_K = positions_N.repeat_interleave(counts_N, output_size=len(ids_K))
-    has_ids_N1 = (counts_N > 0)[:, None]
-    left_out_NV = has_ids_N1.repeat(1, V)
-    left_out_NV[positions_K, ids_K] = False
-    low = logits_NV.detach().amin() - 30 * temperature
-    return logits_NV.masked_fill_(left_out_NV, low)
 
 
 def score_logits(logits_NV: Tensor, labels_N: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
@@ -287,19 +243,18 @@ class _ScoreHiddenInChunks(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden_NH, weight_VH, bias_V, labels_N, temperature, n, dtype, allowed=None):
+    def forward(ctx, hidden_NH, weight_VH, bias_V, labels_N, temperature, n, dtype):
         ctx.temperature = temperature
         ctx.n = n
         ctx.dtype = dtype
-        ctx.allowed = None if allowed is None else allowed.split(n)
 
         scored = []
         with torch.autocast(hidden_NH.device.type, enabled=False):
             head = _head_in(dtype, weight_VH, bias_V)
             for start in range(0, len(hidden_NH), n):
-                _, logits_nV = _chunk_of_logits(ctx, start, hidden_NH, head)
-                labels_n = labels_N[start : start + n]
-                scored.append(_score(logits_nV, labels_n, temperature))
+                chunk = slice(start, start + n)
+                logits_nV = F.linear(hidden_NH[chunk].to(dtype), *head)
+                scored.append(_score(logits_nV, labels_N[chunk], temperature))
         logprobs_N, entropies_N, normalizers_N = map(torch.cat, zip(*scored, strict=True))
         ctx.save_for_backward(hidden_NH, weight_VH, bias_V, labels_N, normalizers_N)
         ctx.mark_non_differentiable(entropies_N)
@@ -315,8 +270,9 @@ class _ScoreHiddenInChunks(torch.autograd.Function):
         with torch.autocast(grad_N.device.type, enabled=False):
             head = _head_in(ctx.dtype, weight_VH, bias_V)
             for start in range(0, len(hidden_NH), ctx.n):
-                hidden_nH, logits_nV = _chunk_of_logits(ctx, start, hidden_NH, head)
                 chunk = slice(start, start + ctx.n)
+                hidden_nH = hidden_NH[chunk].to(ctx.dtype)
+                logits_nV = F.linear(hidden_nH, *head)
                 grad_nV = _logits_gradient(
                     logits_nV,
                     labels_N[chunk],
@@ -329,7 +285,7 @@ class _ScoreHiddenInChunks(torch.autograd.Function):
                     grad_weight_VH += grad_nV.T @ hidden_nH
                 if grad_bias_V is not None:
                     grad_bias_V += grad_nV.sum(dim=0)
-        return grad_hidden_NH, grad_weight_VH, grad_bias_V, None, None, None, None, None
+        return grad_hidden_NH, grad_weight_VH, grad_bias_V, None, None, None, None
 
 
 def _head_in(
@@ -341,15 +297,6 @@ def _head_in(
     if bias_V is not None:
         bias_V = bias_V.to(dtype)
     return weight_VH.to(dtype), bias_V
-
-
-def _chunk_of_logits(ctx, start: int, hidden_NH: Tensor, head: tuple) -> tuple[Tensor, Tensor]:
-    """Hidden states and logits of the ``n`` tokens from ``start`` on, in the precision of
-    ``ctx``."""
-    hidden_nH = hidden_NH[start : start + ctx.n].to(ctx.dtype)
-    allowed_n = None if ctx.allowed is None else ctx.allowed[start // ctx.n]
-    logits_nV = F.linear(hidden_nH, *head)
-    return hidden_nH, keep_only_(logits_nV, allowed_n, ctx.temperature)
 
 
 def _score(logits_NV: Tensor, labels_N: Tensor, temperature: float) -> tuple[Tensor, ...]:

@@ -10,10 +10,9 @@ from grpo.config.help import keys_of
 # to rounding.
 SAME_RESULTS = """
     output_dir model.gradient_checkpointing reward.timeout_s reward.num_workers
-    rollout.tokens_in_flight rollout.weights_folder optim.tokens_per_microbatch
-    optim.reduce_each_microbatch checkpoint logging runtime.device runtime.parallel
-    runtime.shard_size runtime.offload runtime.fast_decode runtime.timeout_s runtime.deterministic
-    runtime.threads_per_rank runtime.try_largest_step
+    rollout.tokens_in_flight rollout.weights_folder optim.tokens_per_microbatch checkpoint logging
+    runtime.device runtime.parallel runtime.shard_size runtime.offload runtime.fast_decode
+    runtime.timeout_s runtime.deterministic runtime.threads_per_rank runtime.try_largest_step
 """
 # Evaluations, and vLLM's servers, whose options can change what is sampled. A run may continue with
 # another value, but results compare only between runs with the same one.

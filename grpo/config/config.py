@@ -103,7 +103,7 @@ def _refusals(config: Config) -> list[tuple[Any, str]]:
     correction = algorithm.sampler_correction
     compares = algorithm.baseline != "none" or algorithm.scale in ("group", "mean")
     moves_adapter = config.uses_lora and algorithm.ref_sync_steps > 0
-    needs_fsdp = runtime.shard_size or runtime.offload != "none" or optim.reduce_each_microbatch
+    needs_fsdp = runtime.shard_size or runtime.offload != "none"
     return [
         (
             rollout.num_generations == 1 and compares and not algorithm.advantages,
@@ -133,10 +133,6 @@ def _refusals(config: Config) -> list[tuple[Any, str]]:
             "reward.functions=[]: give at least 1, or an environment that gives a reward",
         ),
         (
-            rollout.engine == "vllm" and rollout.keep_sampling_mask,
-            "rollout.keep_sampling_mask=true needs rollout.engine=builtin",
-        ),
-        (
             data.prompt_template and (data.system_prompt or data.question_template or data.few_shot),
             "data.prompt_template takes no system_prompt, question_template and few_shot",
         ),
@@ -146,7 +142,7 @@ def _refusals(config: Config) -> list[tuple[Any, str]]:
         ),
         (
             needs_fsdp and runtime.parallel != "fsdp",
-            "shard_size, offload and optim.reduce_each_microbatch need runtime.parallel=fsdp",
+            "runtime.shard_size and runtime.offload need runtime.parallel=fsdp",
         ),
         (
             moves_adapter and (algorithm.ref_sync_alpha != 1 or config.model.reference),

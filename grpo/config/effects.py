@@ -50,7 +50,6 @@ def keys_without_effect(config: Config) -> dict[str, str]:
     train_rows = data.dataset
     eval_rows = data.eval_dataset or train_rows
     is_local = train_rows.startswith(GENERATED) or train_rows.endswith(FILE_SUFFIXES)
-    is_filtered = rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0
     conditions = [
         (objective != "clip", f"with algorithm.objective={objective}", "algorithm.delta"),
         (
@@ -108,11 +107,6 @@ def keys_without_effect(config: Config) -> dict[str, str]:
             not config.tools and not config.environment,
             "without tools or environment",
             "tools_format rollout.max_turns rollout.max_tool_tokens",
-        ),
-        (
-            not is_filtered,
-            "without rollout.top_p, top_k or min_p",
-            "rollout.keep_sampling_mask",
         ),
         (rollout.addresses, "with rollout.server=ADDRESS", "rollout.vllm_command"),
         (config.optim.max_steps, "with optim.max_steps", "optim.num_epochs"),

@@ -190,14 +190,11 @@ class RolloutConfig(Section):
     temperature: PositiveFloat = 1.0
     """Sampling temperature; log-probs are computed at the same temperature."""
     top_p: Proportion = 1.0
-    """Sample only among the likeliest tokens that have this probability together; below 1, see keep_sampling_mask."""
+    """Sample only among the likeliest tokens that have this probability together; below 1 the gradient is biased."""
     top_k: NonNegativeInt = 0
-    """Sample only among the k likeliest tokens; 0: all. Above 0, see keep_sampling_mask."""
+    """Sample only among the k likeliest tokens; 0: all. Above 0 the gradient is biased."""
     min_p: Probability = 0.0
-    """Do not sample tokens below this fraction of the likeliest one's probability; above 0, see keep_sampling_mask."""
-    keep_sampling_mask: bool = False
-    """Compute log-probs by a softmax over the tokens that top_p, top_k and min_p left when the token was sampled, as
-    DeepSeek-V3.2 does. false: over the whole vocabulary; with any of these three the gradient is biased then."""
+    """Do not sample tokens below this fraction of the likeliest one's probability; above 0 the gradient is biased."""
     stop: list[Annotated[str, Field(min_length=1)]] = []
     """Strings that end a completion; they stay part of it. A special token is found by its id and must stand alone;
     in the text for rewards it stays if it is a tag, such as </answer>."""
@@ -273,9 +270,6 @@ class OptimConfig(Section):
     tokens_per_microbatch: PositiveInt = 16384
     """Most tokens of one forward and backward pass: prompts (each once per group) and completions. Unless set, the dry
     run lowers it if it does not fit."""
-    reduce_each_microbatch: bool = False
-    """With fsdp: sum the gradients over the ranks after every micro-batch; false: after the last one, with less
-    communication and whole gradients (4 bytes a parameter) until then. The results are the same up to rounding."""
 
 
 class EvalConfig(Section):

@@ -19,10 +19,10 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from grpo.algorithm.batch import AllowedTokens, Completion
+from grpo.algorithm.batch import Completion
 from grpo.attention import packing_enabled
 from grpo.model import Policy
-from grpo.rollout.draw import SamplingParams, draw_and_record
+from grpo.rollout.draw import SamplingParams, draw_tokens
 from grpo.rollout.interface import Replies
 from grpo.rollout.prefill import Decoder, ForkedCacheDecoder, Prompts
 from grpo.rollout.stops import Stops
@@ -45,8 +45,6 @@ class Row:
     logprobs: list[float] = field(default_factory=list)
     is_drawn: list[bool] = field(default_factory=list)
     """False at the tokens of an answer, whose log-prob is 0."""
-    allowed: list[Tensor] = field(default_factory=list)
-    """Ids of the tokens from which each token was drawn, with ``sampling.records_allowed``."""
     turn_start: int = 0
     """Index of the first token of the turn."""
     finished: bool = False
@@ -58,22 +56,15 @@ class Row:
         self.tokens += answer
         self.logprobs += [0.0] * len(answer)
         self.is_drawn += [False] * len(answer)
-        nothing = torch.empty(0, dtype=torch.int32)
-        self.allowed += [nothing] * len(answer)
         self.turn_start = len(self.tokens)
 
     def completion(self, sampling: SamplingParams) -> Completion:
         """The completion, without its text."""
-        allowed = None
-        if sampling.records_allowed:
-            counts_T = torch.tensor([len(ids_k) for ids_k in self.allowed], dtype=torch.int32)
-            allowed = AllowedTokens(torch.cat(self.allowed), counts_T)
         return Completion(
             tuple(self.tokens),
             text="",
             finished=self.finished,
             sampling_logprobs=() if sampling.is_greedy else tuple(self.logprobs),
-            allowed=allowed,
             loss_mask=() if all(self.is_drawn) else tuple(self.is_drawn),
         )
 
@@ -170,7 +161,7 @@ class _Batch:
         u_B = None
         if uniforms_RT is not None:
             u_B = uniforms_RT[[row.number for row in self.rows], self.t]
-        token_B, logprob_B, allowed_BV = draw_and_record(self.logits_BV, u_B, sampling)
+        token_B, logprob_B = draw_tokens(self.logits_BV, u_B, sampling)
         self.t = [t + 1 for t in self.t]
 
         drawn = token_B.tolist()
@@ -180,12 +171,6 @@ class _Batch:
             row.tokens.append(drawn[b])
             row.logprobs.append(logprobs[b])
             row.is_drawn.append(True)
-        if allowed_BV is not None:
-            counts = allowed_BV.sum(dim=1).tolist()
-            ids_K = allowed_BV.nonzero()[:, 1].int().cpu()
-            ids_of_place = ids_K.split(counts)
-            for b in self.live:
-                self.rows[b].allowed.append(ids_of_place[b])
         return token_B
 
     def end_rows(self, stops: Stops, T: int) -> list[int]:

@@ -30,9 +30,6 @@ class SamplingParams:
     (:class:`Stops`)."""
     tokens_in_flight: int | None = None
     """Most tokens (of prompts and completions) in the KV cache at once; None: no limit."""
-    keep_sampling_mask: bool = False
-    """Record the tokens that top-k, top-p and min-p allowed; log-probs are then those of a softmax
-    over these."""
 
     @property
     def is_greedy(self) -> bool:
@@ -42,32 +39,25 @@ class SamplingParams:
     def is_filtered(self) -> bool:
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
-    @property
-    def records_allowed(self) -> bool:
-        """True if allowed tokens are recorded: on request, where filters may leave some out."""
-        may_leave_out = self.is_filtered and not self.is_greedy
-        return self.keep_sampling_mask and may_leave_out
 
-
-def draw_and_record(
+def draw_tokens(
     logits_RV: Tensor,
     u_R: Tensor | None,
     sampling: SamplingParams,
-) -> tuple[Tensor, Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor]:
     """Draw one token per row: the first whose cumulative probability exceeds ``u_R`` in [0, 1).
 
     ``u_R`` None: the token with the highest logit.
 
-    Returns tokens ``[R]``, their log-probabilities ``[R]`` and, if ``sampling.records_allowed``,
-    ``[R, V]`` True at the tokens that the filters allowed. Log-probabilities are in nats, at the
-    temperature, as the loss scores them: before the filters, or over the allowed tokens if these
-    are recorded. They are 0 in greedy decoding, and NaN where the logits are NaN.
+    Returns tokens ``[R]`` and their log-probabilities ``[R]`` in nats, at the temperature and
+    before the filters, as the loss scores them. Log-probabilities are 0 in greedy decoding, and
+    NaN where the logits are NaN.
     """
     logits_RV = logits_RV.float()
     if u_R is None:
         token_R = logits_RV.argmax(dim=-1)  # the index of a NaN, if there is one
         logit_R = logits_RV.gather(1, token_R[:, None]).squeeze(1)
-        return token_R, 0.0 * logit_R, None
+        return token_R, 0.0 * logit_R
 
     if sampling.temperature != 1.0:  # a pass over all logits
         logits_RV = logits_RV / sampling.temperature
@@ -82,13 +72,8 @@ def draw_and_record(
             dtype=torch.float64,
         )
     logit_R = logits_RV.gather(1, token_R[:, None]).squeeze(1)
-    logprob_R = (logit_R - total_R.log()).float()
-    if not sampling.records_allowed:
-        return token_R, logprob_R, None
-
-    probs_RV = (kept_RV / total_R[:, None]).float()
-    allowed_share_R = probs_RV.sum(dim=-1)
-    return token_R, logprob_R - allowed_share_R.log(), probs_RV > 0
+    logprob_R = logit_R - total_R.log()
+    return token_R, logprob_R.float()
 
 
 def first_exceeding(

@@ -22,7 +22,7 @@ from grpo.algorithm.seeding import generator
 from grpo.model import Policy
 from grpo.rollout.cuda_graphs import CUDAGraphs
 from grpo.rollout.decode_loop import Prefill, Prompts, decode
-from grpo.rollout.draw import SamplingParams, draw_and_record
+from grpo.rollout.draw import SamplingParams, draw_tokens
 from grpo.rollout.interface import ROWS_PER_CALL, Replies, grouped
 from grpo.rollout.llama_decoder import LlamaDecoder
 from grpo.rollout.prefill import prefill
@@ -118,7 +118,7 @@ class BuiltinEngine:
         with self.weights(), self.policy.inference():
             decoder, _ = self._prefill(prompts, sampling.max_completion_length)
             logits_RV = decoder.step(zeros_R.long())
-            draw_and_record(logits_RV, zeros_R, sampling)
+            draw_tokens(logits_RV, zeros_R, sampling)
             decoder.keep_rows(torch.arange(len(prompts), device=zeros_R.device))
 
     def close(self) -> None:

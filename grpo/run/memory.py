@@ -63,8 +63,7 @@ def try_largest_step(run: Run, problems: list[Problem]) -> str:
         # Of several micro-batches, the second runs beside the gradients of the first.
         parts = microbatch_rows(minibatch, tokens, packed=scorer.packed)[:2]
         for rows in parts:
-            reduces = rows is parts[-1] or config.optim.reduce_each_microbatch
-            with gradient_sync(scorer, enabled=reduces):
+            with gradient_sync(scorer, enabled=rows is parts[-1]):
                 with learner.policy.autocast():
                     logprobs_BT, _ = scorer(*minibatch.select(rows).scorer_inputs)
                 logprobs_BT.sum().backward()

@@ -99,7 +99,6 @@ class Sampler:
             min_p=rollout.min_p,
             stop=tuple(rollout.stop),
             tokens_in_flight=self.progress.tokens_in_flight or rollout.tokens_in_flight,
-            keep_sampling_mask=rollout.keep_sampling_mask,
         )
 
     def current_weights(self, seconds: dict[str, float] | None = None) -> AbstractContextManager[None]:

@@ -113,10 +113,9 @@ def warnings_of(
             "that of the policy which sampled; token_truncate corrects it"
         )
     is_truncated = rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0
-    if is_truncated and not rollout.keep_sampling_mask:
+    if is_truncated:
         filters = f"rollout.top_p={rollout.top_p:g}, top_k={rollout.top_k}, min_p={rollout.min_p:g}"
         yield (
             f"warning: {filters}: tokens come from a truncated distribution and log-probs from "
-            "the whole one, so the gradient estimate is biased; rollout.keep_sampling_mask=true "
-            "of the built-in engine removes the bias"
+            "the whole one, so the gradient estimate is biased"
         )

@@ -147,7 +147,6 @@ class Conversation:
             text=self.texts[-1],
             finished=self.stop_reason != "length",
             sampling_logprobs=completion.sampling_logprobs,
-            allowed=completion.allowed,
             loss_mask=completion.loss_mask,
             messages=tuple(self.messages),
             stop_reason="failed" if failure else self.stop_reason,

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from grpo.algorithm.batch import (
-    AllowedTokens,
     Completion,
     Group,
     Problem,
@@ -39,10 +38,8 @@ def test_mask_does_not_look_at_the_tokens():
 
 
 def completion(ids, finished=True):
-    """Sampling log-probs and allowed ids (0 to 3 of them) that say which token they belong to."""
-    counts, numbers = [i % 4 for i in ids], [i + n for i in ids for n in range(i % 4)]
-    allowed = AllowedTokens(torch.tensor(numbers, dtype=torch.int32), torch.tensor(counts, dtype=torch.int32))
-    return Completion(tuple(ids), "", finished, sampling_logprobs=tuple(-i / 10 for i in ids), allowed=allowed)
+    """Sampling log-probs that say which token they belong to."""
+    return Completion(tuple(ids), "", finished, sampling_logprobs=tuple(-i / 10 for i in ids))
 
 
 def two_groups():
@@ -68,8 +65,6 @@ def test_collate_by_hand():
     assert batch.advantages_B.tolist() == [0.5, -0.5, 1.5, -1.5]
     expected = [[-1.1, -1.2, -0.7, 0], [-1.3, -1.4, -1.5, -1.6], [-0.7, 0, 0, 0], [-1.7, -0.7, 0, 0]]
     torch.testing.assert_close(batch.sampling_logprobs_BT, torch.tensor(expected))
-    assert batch.allowed.counts.tolist() == [[3, 0, 3, 0], [1, 2, 3, 0], [3, 0, 0, 0], [1, 3, 0, 0]]
-    assert batch.allowed.ids_K.tolist() == [11, 12, 13, 7, 8, 9, 13, 14, 15, 15, 16, 17, 7, 8, 9, 17, 7, 8, 9]
     assert batch.lengths_B.tolist() == [5, 6, 4, 5]
     assert len(batch) == 4 and batch.old_logprobs_BT is None and batch.ref_logprobs_BT is None
 
@@ -110,15 +105,9 @@ def assert_same_rows(part, batch):
             if name[-1] in "ST":
                 expected = expected[:, : {"S": S, "T": T}[name[-1]]]
             assert torch.equal(tensor, expected), name
-    ids = []
     for b, number in enumerate(numbers):  # prompt + t is where token t lies
         start, n = int(part.prompt_lengths_B[b]), int(part.completion_mask_BT[b].sum())
         assert part.sequence_ids_BS[b, start : start + n].tolist() == list(range(1000 * number, 1000 * number + n))
-        ids += range(1000 * number, 1000 * number + n)
-    allowed = completion(ids).allowed
-    assert torch.equal(part.allowed.ids_K, allowed.ids_K)
-    assert torch.equal(part.allowed.counts[part.completion_mask_BT], allowed.counts)
-    assert not part.allowed.counts[~part.completion_mask_BT].any()
     return numbers
 
 
@@ -129,8 +118,8 @@ def test_rows_by_slice_by_index_and_by_minibatch():
     for count, n in ((1, 24), (2, 12), (6, 4)):
         numbers = [assert_same_rows(part, batch) for part in minibatches(batch, count)]
         assert numbers == [list(range(m * n, (m + 1) * n)) for m in range(count)], "consecutive groups"
-    plain = replace(batch, ref_logprobs_BT=None, allowed=None).select(slice(0, 2))
-    assert plain.allowed is None and plain.ref_logprobs_BT is None and len(plain.scorer_inputs) == 4
+    plain = replace(batch, ref_logprobs_BT=None).select(slice(0, 2))
+    assert plain.ref_logprobs_BT is None
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])

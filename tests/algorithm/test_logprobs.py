@@ -10,11 +10,10 @@ import torch
 from architectures import GPT2, SIZES, V, build, checked
 
 import grpo.algorithm.logprobs
-from grpo.algorithm.batch import AllowedTokens, completion_mask
+from grpo.algorithm.batch import completion_mask
 from grpo.algorithm.logprobs import (
     CompletionScorer,
     _ScoreLogits,
-    keep_only_,
     logprobs_from_logits,
     score_logits,
 )
@@ -41,21 +40,16 @@ def uneven_rows(padding=0):
     return ids_BS, torch.tensor(PROMPTS), mask_BT
 
 
-def reference(model, temperature, ids_BS, allowed=None):
-    """Log-probs and entropies from all the logits, row by row and token by token, in the model's dtype.
-
-    ``allowed``: for each completion token of all rows, the ids that the softmax is over; empty: all.
-    """
-    allowed = iter(allowed or [[]] * sum(COMPLETIONS))
+def reference(model, temperature, ids_BS):
+    """Log-probs and entropies from all the logits, row by row and token by token, in the model's dtype."""
     logprobs_BT = torch.zeros(4, max(COMPLETIONS), dtype=model.dtype)
     entropies_BT = torch.zeros_like(logprobs_BT)
     for b, (p, c) in enumerate(zip(PROMPTS, COMPLETIONS, strict=True)):
         ids_S = ids_BS[b, : p + c]  # no padding at all
         logits_SV = model(input_ids=ids_S[None]).logits[0] / temperature
         for t in range(c):
-            over = torch.tensor(next(allowed) or range(V))
-            distribution = logits_SV[p + t - 1][over].log_softmax(dim=0)
-            logprobs_BT[b, t] = distribution[over == ids_S[p + t]].squeeze()
+            distribution = logits_SV[p + t - 1].log_softmax(dim=0)
+            logprobs_BT[b, t] = distribution[ids_S[p + t]]
             entropies_BT[b, t] = -(distribution.exp() * distribution).sum()
     return logprobs_BT, entropies_BT
 
@@ -96,45 +90,20 @@ def test_entropy_by_hand():
     assert not entropies.requires_grad
 
 
-def allowed_of(*ids):
-    return AllowedTokens(torch.tensor([v for x in ids for v in x]).int(), torch.tensor([len(x) for x in ids]).int())
-
-
-def test_a_softmax_over_the_allowed_tokens_by_hand():
-    # Weights 1, 2, 3, 4. Allowed 1 and 3: probabilities 2/6 and 4/6. 2 alone: 1. No ids: all four, 4/10.
-    logits = torch.tensor([1.0, 2.0, 3.0, 4.0]).log().repeat(3, 1).requires_grad_()
-    labels, allowed = torch.tensor([3, 2, 3]), allowed_of([1, 3], [2], [])
-    expected = torch.tensor([math.log(4 / 6), 0.0, math.log(4 / 10)])
-    entropies = [
-        -(2 * math.log(2 / 6) + 4 * math.log(4 / 6)) / 6,
-        0.0,
-        -sum(w * math.log(w / 10) / 10 for w in (1, 2, 3, 4)),
-    ]
-    # One-hot minus softmax; exactly 0 for a token that was not allowed.
-    slopes = torch.tensor([[0, -1 / 3, 0, 1 / 3], [0, 0, 0, 0], [-0.1, -0.2, -0.3, 0.6]])
-    for score in (_ScoreLogits.apply, score_logits):
-        logprobs, found = score(keep_only_(logits.clone(), allowed, 1.0), labels, 1.0)
-        torch.testing.assert_close(logprobs, expected, rtol=1e-6, atol=1e-6)
-        torch.testing.assert_close(found, torch.tensor(entropies), rtol=1e-6, atol=1e-6)
-        (gradient,) = torch.autograd.grad(logprobs.sum(), logits)
-        torch.testing.assert_close(gradient, slopes, rtol=1e-6, atol=1e-6)
-        assert not gradient[slopes == 0].any()
-
-
 # --- whole models
 
 
-def assert_agrees_with_float64(build_model, temperature, chunks, ids=None, allowed=None):
-    """Log-probs, entropies and all gradients, with each number of tokens per chunk. ``ids``: of ``allowed``."""
+def assert_agrees_with_float64(build_model, temperature, chunks):
+    """Log-probs, entropies and all gradients, with each number of tokens per chunk."""
     inputs, exact_model, model = uneven_rows(), build_model().double(), build_model()
-    expected_BT, expected_entropies_BT = reference(exact_model, temperature, inputs[0], ids)
+    expected_BT, expected_entropies_BT = reference(exact_model, temperature, inputs[0])
     expected = gradients_of(exact_model, expected_BT)
     for tokens_per_chunk in chunks:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(grpo.algorithm.logprobs, "LOGITS_PER_CHUNK", tokens_per_chunk * V)
             scorer = CompletionScorer(model, temperature)
             scorer.find_plain_head(inputs[0])
-            logprobs_BT, entropies_BT = scorer(*inputs, None, allowed)
+            logprobs_BT, entropies_BT = scorer(*inputs)
             gradients = gradients_of(model, logprobs_BT)
         assert logprobs_BT.dtype == entropies_BT.dtype == torch.float32 and not entropies_BT.requires_grad
         torch.testing.assert_close(logprobs_BT.double(), expected_BT, rtol=0, atol=1e-5)
@@ -142,34 +111,11 @@ def assert_agrees_with_float64(build_model, temperature, chunks, ids=None, allow
         assert not logprobs_BT[~inputs[2]].any() and not entropies_BT[~inputs[2]].any()
         for name, gradient in expected.items():
             torch.testing.assert_close(gradients[name].double(), gradient, rtol=1e-4, atol=1e-5, msg=name)
-    return expected_BT
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_scorer_agrees_with_the_full_logits_in_float64(temperature):
     assert_agrees_with_float64(tiny_qwen2, temperature, chunks=(1, 5, 1000))
-
-
-@pytest.mark.parametrize("build_model", [tiny_qwen2, lambda: tiny_gemma2(cap=1.0)], ids=["plain head", "capped"])
-def test_a_softmax_over_the_allowed_tokens_agrees_with_float64(build_model):
-    """In chunks of 1 and 5 tokens and whole, packed and padded; each third token may be any."""
-    inputs = uneven_rows()
-    ids_BS, prompt_lengths_B, mask_BT = inputs
-    ids = []
-    for b, t in mask_BT.nonzero().tolist():
-        own = ids_BS[b, prompt_lengths_B[b] + t].item()
-        ids.append(sorted({own, 3, 10 + b, 20 + t}) if len(ids) % 3 else [])
-    counts_BT = torch.zeros(mask_BT.shape, dtype=torch.int32)
-    flat = allowed_of(*ids)
-    counts_BT[mask_BT] = flat.counts
-    allowed = AllowedTokens(flat.ids_K, counts_BT)
-    expected_BT = assert_agrees_with_float64(build_model, 0.7, (1, 5, 1000), ids, allowed)
-    scorer, why_padded = checked(build_model(), 0.7)
-    if why_padded is None:
-        packed_BT, _ = scorer(*inputs, torch.arange(4), allowed)
-        torch.testing.assert_close(packed_BT.double(), expected_BT, rtol=0, atol=1e-5)
-    whole_BT, _ = scorer(*inputs)
-    assert (whole_BT - expected_BT).abs().max() > 0.1  # the allowed tokens make a difference
 
 
 def test_chunks_bound_the_logits(monkeypatch):
@@ -218,10 +164,9 @@ def test_nothing_to_score_still_has_a_graph(build_model):
     model = build_model()
     ids_BS, lengths_B, mask_BT = uneven_rows()
     scorer, _ = checked(model)
-    for allowed in (None, AllowedTokens(torch.zeros(0).int(), mask_BT.int() * 0)):
-        logprobs_BT, entropies_BT = scorer(ids_BS, lengths_B, mask_BT & False, None, allowed)
-        assert not logprobs_BT.any() and not entropies_BT.any()
-        assert all(not gradient.any() for gradient in gradients_of(model, logprobs_BT).values())
+    logprobs_BT, entropies_BT = scorer(ids_BS, lengths_B, mask_BT & False)
+    assert not logprobs_BT.any() and not entropies_BT.any()
+    assert all(not gradient.any() for gradient in gradients_of(model, logprobs_BT).values())
 
 
 @pytest.mark.parametrize(

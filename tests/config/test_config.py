@@ -245,7 +245,6 @@ MISTAKES = r"""
     data.prompt_template={prompt} & data.system_prompt=a -> data.prompt_template takes no system_prompt
     runtime.offload=all -> runtime.parallel=fsdp
     lora.rank=8 & algorithm.ref_sync_steps=2 & algorithm.ref_sync_alpha=0.5 -> ref_sync_alpha must be 1
-    rollout.engine=vllm & rollout.keep_sampling_mask=true -> engine=builtin
 """
 """Arguments -> a part of the message."""
 
@@ -326,7 +325,7 @@ def test_help_on_some_keys(capsys):
         load_config(["--help", "keep", "seed"])
     lines = capsys.readouterr().out.splitlines()
     found = [line.split("  (")[0] for line in lines if not line.startswith(" ")]
-    assert found == ["seed", "rollout.keep_sampling_mask", "checkpoint.keep", "checkpoint.keep_best"]
+    assert found == ["seed", "checkpoint.keep", "checkpoint.keep_best"]
     with pytest.raises(ValueError, match="did you mean 'algorithm"):
         load_config(["--help", "kl_coef"])
 

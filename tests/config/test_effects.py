@@ -38,7 +38,6 @@ CASES = """
     data.max_eval_samples=3 | data.eval_split=none |
     tools_format=tags |  | tools=[calculator]
     rollout.max_turns=3 |  | environment=a.py:B
-    rollout.keep_sampling_mask=true |  | rollout.top_k=3
     rollout.vllm_command=v {model} | rollout.engine=vllm rollout.server=http://a:1 | rollout.engine=vllm
     rollout.tokens_in_flight=99 | rollout.engine=vllm |
     eval.top_k=3 |  | eval.temperature=0.5
@@ -106,7 +105,7 @@ NOTES = """
     algorithm.beta=0 & algorithm.unbiased_kl=true -> unbiased_kl has no effect with algorithm.beta=0.0
     rollout.engine=vllm & algorithm.sampler_correction=none -> rollout.engine=vllm without algorithm.sampler_correction
     rollout.engine=vllm & rollout.top_k=5 -> rollout.top_p=1, top_k=5, min_p=0
-    rollout.top_p=0.9 -> biased; rollout.keep_sampling_mask=true
+    rollout.top_p=0.9 -> the gradient estimate is biased
 """
 
 
@@ -118,5 +117,5 @@ def test_notes(case):
 
 
 def test_no_notes():
-    for argv in ([], ["rollout.engine=vllm"], ["rollout.top_p=0.9", "rollout.keep_sampling_mask=true"]):
+    for argv in ([], ["rollout.engine=vllm"]):
         assert not list(warnings_of(load_config(argv), [], []))

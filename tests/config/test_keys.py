@@ -13,7 +13,6 @@ from train_grpo import main
 
 REFUSED = """
     optim.min_lr=1e-7
-    optim.reduce_each_microbatch=true
     runtime.shard_size=2
     runtime.offload=optimizer
 """
@@ -28,7 +27,6 @@ WITHOUT_EFFECT = """
     data.train_split=train[:50%]
     data.eval_split=test
     tools_format=tags
-    rollout.keep_sampling_mask=true
     rollout.max_turns=3
     rollout.max_tool_tokens=3
     rollout.server=http://host:8000

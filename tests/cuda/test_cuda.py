@@ -9,7 +9,7 @@ pytestmark = pytest.mark.slow
     "settings",
     [
         ["runtime.precision=bf16", "algorithm.num_minibatches=2", "algorithm.beta=0.1"],
-        ["lora.rank=4", "model.gradient_checkpointing=true", "rollout.top_p=0.8", "rollout.keep_sampling_mask=true"],
+        ["lora.rank=4", "model.gradient_checkpointing=true", "rollout.top_p=0.8"],
     ],
 )
 def test_two_steps(gpu, tmp_path, settings):

@@ -120,14 +120,14 @@ def test_other_numbers_of_ranks_continue_it(folder, sharded_run):
     assert max(facts["bytes"]) <= 1.1 * 16 * facts["num_parameters"] / 3
 
 
-def test_replicas_of_shards_with_offload_and_a_reduction_each_time(folder):
+def test_replicas_of_shards_with_offload(folder):
     """Two copies of the model, each on two ranks, in bf16 with a reference in bf16, against DDP.
 
     (On a CPU the offload goes through FSDP2's code, and the tensors stay where they are.)
     """
     both = ["runtime.precision=bf16", "algorithm.ref_sync_steps=0", "optim.max_steps=2"]
     both += ["runtime.try_largest_step=true", "checkpoint.keep_best=eval/mean_length"]
-    options = ["runtime.shard_size=2", "runtime.offload=all", "optim.reduce_each_microbatch=true"]
+    options = ["runtime.shard_size=2", "runtime.offload=all"]
     run = train(folder, "replicas", *both, *options, "model.gradient_checkpointing=true", ranks=4)
     expected = train(folder, "bf16", *both, "runtime.parallel=ddp", ranks=4)  # the same rows on each rank round alike
     assert difference(run / "checkpoint-2", expected / "checkpoint-2") <= 1e-5

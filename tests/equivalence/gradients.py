@@ -4,7 +4,7 @@
 
 PACKED is packed or padded; ROWS is kl (beta 0.1), all (beta 0), skip (beta 0, without the rows of advantage 0), entropy
 (skip, with the policy term of the fifth of the tokens with the highest entropy) or corrected (kl, with the options in
-CORRECTED and some tokens kept). ``section.key=value`` among them is a setting of the run.
+CORRECTED). ``section.key=value`` among them is a setting of the run.
 """
 
 import sys
@@ -15,7 +15,7 @@ import torch
 from conftest import small_run
 
 from grpo.algorithm.advantages import group_advantages
-from grpo.algorithm.batch import AllowedTokens, Completion, Group, Problem, collate, skip_zero_advantage
+from grpo.algorithm.batch import Completion, Group, Problem, collate, skip_zero_advantage
 from grpo.config import load_config, make_config
 from grpo.distributed import start_world, wrap_data_parallel
 from grpo.run.prepare import prepare
@@ -44,13 +44,10 @@ def fixed_groups() -> list[Group]:
 
 
 def sampled(completion: Completion) -> Completion:
-    """With uneven log-probs of sampling, and the 40 tokens that could be drawn at every other position."""
-    ids = completion.ids
-    kept = [sorted({*range(250 - 39, 250), i}) if t % 2 else [] for t, i in enumerate(ids)]
-    allowed_ids, counts = [i for of_position in kept for i in of_position], list(map(len, kept))
-    tokens = AllowedTokens(torch.tensor(allowed_ids, dtype=torch.int32), torch.tensor(counts, dtype=torch.int32))
-    mean = -3.0 if len(ids) % 2 else -14.0
-    return replace(completion, sampling_logprobs=tuple(mean - i % 4 for i in ids), allowed=tokens)
+    """The completion with uneven log-probs of sampling."""
+    mean = -3.0 if len(completion.ids) % 2 else -14.0
+    logprobs = tuple(mean - i % 4 for i in completion.ids)
+    return replace(completion, sampling_logprobs=logprobs)
 
 
 def main(output: str, model: str, *cuts: str) -> None:

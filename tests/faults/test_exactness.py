@@ -71,7 +71,7 @@ SCHEDULES = OptimConfig.model_fields["lr_scheduler_type"].annotation.__args__
         ["algorithm.name=rloo", "algorithm.num_iterations=1", "algorithm.num_minibatches=1"],
         [
             "algorithm.name=gdpo", "algorithm.top_entropy_quantile=0.5", "algorithm.sampler_correction=token_mask",
-            "algorithm.off_policy_mask_threshold=0.001", "rollout.top_p=0.9", "rollout.keep_sampling_mask=true",
+            "algorithm.off_policy_mask_threshold=0.001", "rollout.top_p=0.9",
         ],
         ["runtime.precision=bf16"], ["eval.num_samples=2", "eval.temperature=1.0"],
         ["checkpoint.keep_best=eval/greedy_accuracy"], ["model.gradient_checkpointing=true"],

@@ -40,7 +40,7 @@ def answers(T):
     ("turns", "changes"),
     [
         (False, {"temperature": 0.0, "max_completion_length": 2}),
-        (False, {"top_p": 0.9, "top_k": 20, "keep_sampling_mask": True, "stop": ("7", "(")}),
+        (False, {"top_p": 0.9, "top_k": 20, "stop": ("7", "(")}),
         (False, {"tokens_in_flight": 170, "num_generations": 2}),
         (True, {}),
     ],

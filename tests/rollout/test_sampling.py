@@ -7,18 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from grpo.rollout.draw import SamplingParams, draw_and_record, filter_probs, first_exceeding
+from grpo.rollout.draw import SamplingParams, draw_tokens, filter_probs, first_exceeding
 
 torch.set_num_threads(1)
 
 PLAIN = SamplingParams(num_generations=1, max_completion_length=1)
 HIGHEST = 1 - 2**-24
 """The largest number ``torch.rand`` gives in fp32."""
-
-
-def draw(logits_RV, u_R, sampling):
-    token_R, logprob_R, _ = draw_and_record(logits_RV, u_R, sampling)
-    return token_R, logprob_R
 
 
 def softmax(logits, temperature=1.0):
@@ -49,7 +44,7 @@ def test_inverting_the_cdf_by_hand():
     # Probabilities 1/2, 1/4, 0, 1/4: edges at .5, .75, .75, 1. An edge belongs to the token after it.
     logits = torch.tensor([math.log(2), 0.0, -math.inf, 0.0])
     uniforms = [0.0, 0.25, 0.4999, 0.5, 0.6, 0.7499, 0.75, 0.9, HIGHEST]
-    token_R, _ = draw(logits.expand(len(uniforms), -1), torch.tensor(uniforms), PLAIN)
+    token_R, _ = draw_tokens(logits.expand(len(uniforms), -1), torch.tensor(uniforms), PLAIN)
     assert token_R.tolist() == [0, 0, 0, 1, 1, 1, 3, 3, 3]
 
 
@@ -64,7 +59,7 @@ def test_frequencies_under_filters_are_the_renormalised_softmax(top_k, top_p, mi
     assert len(expected) > 1
     n = 20_000  # uniforms on an even grid: the shares are exact to 1/n per edge of the CDF
     u_R = (torch.arange(n, dtype=torch.float64) + 0.5).div(n).float()
-    token_R, _ = draw(torch.tensor(logits).expand(n, -1), u_R, sampling)
+    token_R, _ = draw_tokens(torch.tensor(logits).expand(n, -1), u_R, sampling)
     shares = torch.bincount(token_R, minlength=len(logits)).div(n).tolist()
     assert shares == pytest.approx([expected.get(v, 0.0) for v in range(len(logits))], abs=1e-4)
 
@@ -76,7 +71,7 @@ def test_logprobs_are_at_the_temperature_and_before_the_filters():
     for temperature in (1.0, 0.7):
         for changes in ({}, dict(top_k=2), dict(top_p=0.5), dict(min_p=0.5)):
             sampling = replace(PLAIN, temperature=temperature, **changes)
-            token_R, logprob_R = draw(logits_RV, u_R, sampling)
+            token_R, logprob_R = draw_tokens(logits_RV, u_R, sampling)
             for row, token, logprob in zip(logits_RV.tolist(), token_R.tolist(), logprob_R.tolist(), strict=True):
                 assert logprob == pytest.approx(math.log(softmax(row, temperature)[token]), abs=1e-5)
 
