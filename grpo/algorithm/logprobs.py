@@ -130,8 +130,8 @@ class CompletionScorer(nn.Module):
         starts_B = S * torch.arange(B, device=device) + prompt_lengths_B
         positions_BT = starts_B[:, None] + torch.arange(T, device=device)
         positions_N = positions_BT[completion_mask_BT]
-        before_N = positions_N - 1
         labels_N = sequence_ids_BS.flatten()[positions_N]
+        before_N = positions_N - 1
 
         backbone = self.model.base_model
         if self.packed and group_B is not None:
@@ -145,10 +145,12 @@ class CompletionScorer(nn.Module):
             hidden_MH = packed_hidden(backbone, packed)
             in_completion_BT = completion_mask(completion_mask_BT, lengths_B)
             is_scored_M = completion_mask_BT[in_completion_BT]
-            scored = self._score_hidden(hidden_MH, packed.before_M[is_scored_M], labels_N)
+            before_N = packed.before_M[is_scored_M]
+            scored = self._score_hidden(hidden_MH, before_N, labels_N)
         elif self.plain_head:
             hidden_BSH = backbone(input_ids=sequence_ids_BS, use_cache=False).last_hidden_state
-            scored = self._score_hidden(hidden_BSH.flatten(0, 1), before_N, labels_N)
+            hidden_MH = hidden_BSH.flatten(0, 1)
+            scored = self._score_hidden(hidden_MH, before_N, labels_N)
         else:
             logits_BSV = self.model(input_ids=sequence_ids_BS, use_cache=False).logits
             logits_NV = logits_BSV.flatten(0, 1)[before_N]
@@ -157,7 +159,8 @@ class CompletionScorer(nn.Module):
         logprobs_N, entropies_N = scored
         zeros_BT = logprobs_N.new_zeros(B, T)
         logprobs_BT = zeros_BT.masked_scatter(completion_mask_BT, logprobs_N)
-        return logprobs_BT, zeros_BT.masked_scatter(completion_mask_BT, entropies_N)
+        entropies_BT = zeros_BT.masked_scatter(completion_mask_BT, entropies_N)
+        return logprobs_BT, entropies_BT
 
     def _score_hidden(
         self,
@@ -199,7 +202,11 @@ class CompletionScorer(nn.Module):
         return logprobs_N[:N], entropies_N[:N]
 
 
-def score_logits(logits_NV: Tensor, labels_N: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def score_logits(
+    logits_NV: Tensor,
+    labels_N: Tensor,
+    temperature: float,
+) -> tuple[Tensor, Tensor]:
     """Log-probability of each label and entropy of each distribution (a constant), ``[N]`` each,
     fp32, in nats."""
     logprobs_N = logprobs_from_logits(logits_NV, labels_N, temperature)
@@ -221,7 +228,8 @@ class _ScoreLogits(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits_NV, labels_N, temperature):
         with torch.autocast(logits_NV.device.type, enabled=False):
-            logprobs_N, entropies_N, normalizers_N = _score(logits_NV, labels_N, temperature)
+            scored = _score(logits_NV, labels_N, temperature)
+        logprobs_N, entropies_N, normalizers_N = scored
         ctx.save_for_backward(logits_NV, labels_N, normalizers_N)
         ctx.temperature = temperature
         ctx.mark_non_differentiable(entropies_N)
@@ -243,7 +251,16 @@ class _ScoreHiddenInChunks(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden_NH, weight_VH, bias_V, labels_N, temperature, n, dtype):
+    def forward(
+        ctx,
+        hidden_NH,
+        weight_VH,
+        bias_V,
+        labels_N,
+        temperature,
+        n,
+        dtype,
+    ):
         ctx.temperature = temperature
         ctx.n = n
         ctx.dtype = dtype
@@ -253,10 +270,17 @@ class _ScoreHiddenInChunks(torch.autograd.Function):
             head = _head_in(dtype, weight_VH, bias_V)
             for start in range(0, len(hidden_NH), n):
                 chunk = slice(start, start + n)
-                logits_nV = F.linear(hidden_NH[chunk].to(dtype), *head)
+                hidden_nH = hidden_NH[chunk].to(dtype)
+                logits_nV = F.linear(hidden_nH, *head)
                 scored.append(_score(logits_nV, labels_N[chunk], temperature))
         logprobs_N, entropies_N, normalizers_N = map(torch.cat, zip(*scored, strict=True))
-        ctx.save_for_backward(hidden_NH, weight_VH, bias_V, labels_N, normalizers_N)
+        ctx.save_for_backward(
+            hidden_NH,
+            weight_VH,
+            bias_V,
+            labels_N,
+            normalizers_N,
+        )
         ctx.mark_non_differentiable(entropies_N)
         return logprobs_N, entropies_N
 
@@ -299,7 +323,11 @@ def _head_in(
     return weight_VH.to(dtype), bias_V
 
 
-def _score(logits_NV: Tensor, labels_N: Tensor, temperature: float) -> tuple[Tensor, ...]:
+def _score(
+    logits_NV: Tensor,
+    labels_N: Tensor,
+    temperature: float,
+) -> tuple[Tensor, ...]:
     """Log-probs, entropies and log-normalizers, ``[N]`` each, in fp32 or wider."""
     scaled_NV = _divide_by_temperature(logits_NV, temperature)
     normalizers_N = scaled_NV.logsumexp(dim=-1)
@@ -318,11 +346,18 @@ def _score(logits_NV: Tensor, labels_N: Tensor, temperature: float) -> tuple[Ten
     return logprobs_N, entropies_N, normalizers_N
 
 
-def _logits_gradient(logits_NV, labels_N, normalizers_N, grad_N, temperature: float) -> Tensor:
+def _logits_gradient(
+    logits_NV: Tensor,
+    labels_N: Tensor,
+    normalizers_N: Tensor,
+    grad_N: Tensor,
+    temperature: float,
+) -> Tensor:
     """``[N, V]`` gradient of the logits, in their dtype: ``(one_hot(label) - softmax) / temperature
     * grad``."""
     grad_N = grad_N / temperature
-    logprobs_NV = _divide_by_temperature(logits_NV, temperature) - normalizers_N[:, None]
+    scaled_NV = _divide_by_temperature(logits_NV, temperature)
+    logprobs_NV = scaled_NV - normalizers_N[:, None]
     grad_NV = logprobs_NV.exp_().mul_(-grad_N[:, None])
     grad_NV.scatter_add_(1, labels_N[:, None], grad_N[:, None])
     return grad_NV.to(logits_NV.dtype)
