@@ -33,7 +33,7 @@ def results(tmp_path_factory, random_model) -> dict:
 @pytest.fixture(scope="module")
 def options(tmp_path_factory, random_model) -> dict:
     """See :func:`updates_of`; without the rows of advantage 0, with the tokens of highest entropy, and with
-    corrections and kept tokens."""
+    corrections."""
     cuts = {ranks: [] for ranks in SKIPPED}
     cuts[1] += [f"{aggregation},{ALL_ROWS},packed,all" for aggregation in AGGREGATIONS]
     cuts[1] += [f"token_mean,{ALL_ROWS},packed,kl"]
@@ -107,7 +107,7 @@ def test_the_tokens_of_highest_entropy_are_the_same_however_it_is_cut(options):
 
 
 @pytest.mark.slow
-def test_corrections_and_kept_tokens_are_the_same_however_it_is_cut(options):
+def test_corrections_are_the_same_however_it_is_cut(options):
     whole, metrics = options["token_mean", 1, *SKIPPED[1][0], "corrected"]
     assert metrics["sampling/off_policy_masked"] > 0 and metrics["sampling/importance_sampling_ratio/cut"] > 0
     for ranks, cuts in SKIPPED.items():
