@@ -31,8 +31,14 @@ def gigabytes(
     is_tied: bool,
 ) -> tuple[float, ...]:
     """Parameters (in 10^9); then GB under DDP, under FSDP and with LoRA."""
-    products = [(hidden, hidden)] * 2 + [(hidden, kv)] * 2 + [(hidden, inner)] * 2 + [(inner, hidden)]
-    linear = sum(inputs * outputs for inputs, outputs in products) + hidden + 2 * kv  # of one layer, with biases
+    products = [
+        *[(hidden, hidden)] * 2,
+        *[(hidden, kv)] * 2,
+        *[(hidden, inner)] * 2,
+        (inner, hidden),
+    ]
+    biases = hidden + 2 * kv
+    linear = sum(inputs * outputs for inputs, outputs in products) + biases  # of one layer
     layer = linear + 2 * hidden
     embedding = vocab * hidden
     root = embedding * (1 if is_tied else 2) + hidden  # parameters in no layer
@@ -100,7 +106,8 @@ if __name__ == "__main__":
     print("|---|---|---|---|---|")
     for name, shape in QWEN.items():
         parameters, *figures = gigabytes(*shape)
-        print(f"| {name} | {parameters:.2f}B | {' | '.join(f'{figure:.0f}' for figure in figures)} |")
+        cells = " | ".join(f"{figure:.0f}" for figure in figures)
+        print(f"| {name} | {parameters:.2f}B | {cells} |")
     columns = "weights, gradients, Adam, bf16 weights, activations, head, **update**, KV cache, drawing, **evaluation**"
     print(f"\n| Qwen2.5 | trained | tokens at once | {columns.replace(', ', ' | ')} |{chr(10)}{'|---' * 13}|")
     for name in SAVED:

@@ -95,7 +95,9 @@ def test_entropy_by_hand():
 
 def assert_agrees_with_float64(build_model, temperature, chunks):
     """Log-probs, entropies and all gradients, with each number of tokens per chunk."""
-    inputs, exact_model, model = uneven_rows(), build_model().double(), build_model()
+    inputs = uneven_rows()
+    exact_model = build_model().double()
+    model = build_model()
     expected_BT, expected_entropies_BT = reference(exact_model, temperature, inputs[0])
     expected = gradients_of(exact_model, expected_BT)
     for tokens_per_chunk in chunks:
