@@ -1,7 +1,9 @@
 """Read a configuration from the command line, a YAML file, Python values, or the folder of a checkpoint."""
 
 import argparse
+import json
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -188,6 +190,14 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+# YAML 1.1 takes 1e-6 for text.
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"),
+    list("-+0123456789"),
+)
+
+
 def config_of_models(
     models: Sequence[str],
     file: str | None,
@@ -204,11 +214,15 @@ def config_of_models(
     if file is not None:
         return load_config(["--config", file, *overrides]), None
     for model in models:
-        run = Path(model).expanduser().resolve()
-        if run.name.startswith("checkpoint-"):
-            run = run.parent
-        written = run / "config.yaml"
-        if written.is_file():
-            values = read_config_file(written)
-            return load_config([f"output_dir={run}", *overrides], default_values=values), written
+        folder = Path(model).expanduser().resolve()
+        # A checkpoint has the configuration of its run, also where it was moved or copied.
+        in_checkpoint = folder / "trainer" / "state.json"
+        if in_checkpoint.is_file():
+            values = json.loads(in_checkpoint.read_text(encoding="utf-8"))["config"]
+            changes = [f"output_dir={folder.parent}", *overrides]
+            return load_config(changes, default_values=values), in_checkpoint
+        of_run = folder / "config.yaml"
+        if of_run.is_file():
+            values = read_config_file(of_run)
+            return load_config([f"output_dir={folder}", *overrides], default_values=values), of_run
     return load_config(overrides, default_values=without_run), None

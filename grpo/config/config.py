@@ -120,12 +120,13 @@ def _refusals(config: Config) -> list[tuple[Any, str]]:
             "algorithm.objective=dppo_tv needs importance_level=token and sampler_correction=none",
         ),
         (
-            correction == "geometric_mask" and algorithm.sampler_correction_min is None,
+            correction == "geometric_mask"
+            and not {"sampler_correction_min", "sampler_correction_max"} <= algorithm.model_fields_set,
             "algorithm.sampler_correction=geometric_mask needs both bounds: set sampler_correction_min=0.99 and "
             "sampler_correction_max=1.01 for example",
         ),
         (
-            not (algorithm.sampler_correction_min or 0) < 1 < (algorithm.sampler_correction_max or math.inf),
+            not (algorithm.sampler_correction_min or 0) <= 1 <= (algorithm.sampler_correction_max or math.inf),
             "algorithm.sampler_correction_min and _max must lie around 1, the ratio where trainer and sampler agree",
         ),
         (
@@ -139,6 +140,10 @@ def _refusals(config: Config) -> list[tuple[Any, str]]:
         (
             optim.min_lr is not None and optim.lr_scheduler_type not in ("cosine", "cosine_with_min_lr"),
             f"optim.min_lr needs lr_scheduler_type=cosine, got {optim.lr_scheduler_type}",
+        ),
+        (
+            (optim.min_lr or 0) > optim.learning_rate,
+            f"optim.min_lr={optim.min_lr} is above optim.learning_rate={optim.learning_rate}",
         ),
         (
             needs_fsdp and runtime.parallel != "fsdp",

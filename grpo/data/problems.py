@@ -132,6 +132,9 @@ def _notes(config: DataConfig, tokenizer: Any, text: str) -> Iterator[str]:
     for name in config.chat_template_kwargs:
         if name not in template:
             yield f"note: data.chat_template_kwargs: the chat template of these prompts has no variable {name}"
+    for name in re.findall(r"\{[A-Za-z_][\w.]*\}", config.question_template or ""):
+        if name in text:
+            yield f"warning: data.question_template: {name} is no column, and stays as it is"
     if config.system_prompt and config.system_prompt.strip() not in text:
         yield "warning: the first prompt does not hold data.system_prompt: python -m grpo.data prints it"
 

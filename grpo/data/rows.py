@@ -134,7 +134,8 @@ def rows_of(table: Any, name: str, limit: int | None = None) -> list[dict]:
     if hasattr(table, "iloc"):
         from datasets import Dataset
 
-        table = Dataset.from_pandas(table, preserve_index=False)
+        # Where a value is missing pandas makes floats of integers, and 12.0 is another answer than 12.
+        table = Dataset.from_pandas(table.convert_dtypes(), preserve_index=False)
     if limit is None and not hasattr(table, "__len__"):
         raise ValueError(f"{name} has no length and may be endless: set data.max_train_samples and max_eval_samples")
     expected = f"{name} must be a list of mappings, a datasets.Dataset (one split) or a pandas DataFrame"
@@ -142,10 +143,17 @@ def rows_of(table: Any, name: str, limit: int | None = None) -> list[dict]:
 
 
 def with_all_columns(rows: list[Any], expected: str) -> list[dict]:
-    """The rows with the columns of all of them; values that a row lacks are None. ``expected``: for errors."""
+    """The rows with the columns of all of them; values that a row lacks are None. ``expected``: for errors.
+
+    NumPy's scalars and arrays become Python's numbers and lists.
+    """
     columns = {}
     for number, row in enumerate(rows, 1):
         if not isinstance(row, Mapping):
             raise ValueError(f"{expected}: row {number} is {row!r:.80}")
         columns |= dict.fromkeys(row)
-    return [{**columns, **row} for row in rows]
+    found = []
+    for row in rows:
+        plain = {name: value.tolist() if hasattr(value, "tolist") else value for name, value in row.items()}
+        found.append({**columns, **plain})
+    return found

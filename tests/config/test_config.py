@@ -241,6 +241,7 @@ MISTAKES = r"""
     algorithm.name=rloo & algorithm.num_iterations=2 -> use objective=clip, or num_iterations=1
     algorithm.sampler_correction=geometric_mask -> sampler_correction_max=1.01
     algorithm.sampler_correction=token_mask & algorithm.sampler_correction_min=1.5 -> must lie around 1
+    optim.min_lr=1e-2 & optim.lr_scheduler_type=cosine -> is above optim.learning_rate
     optim.min_lr=1e-7 -> optim.min_lr needs lr_scheduler_type=cosine, got constant
     data.prompt_template={prompt} & data.system_prompt=a -> data.prompt_template takes no system_prompt
     runtime.offload=all -> runtime.parallel=fsdp

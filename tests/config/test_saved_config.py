@@ -1,5 +1,6 @@
 """``config.yaml`` of a run as the configuration of the next: what was implied follows anew, what was set stays."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -97,10 +98,13 @@ def test_secrets_are_masked_and_texts_do_not_depend_on_files(saved, tmp_path):
     assert config.data.system_prompt == "Answer." and config.reward.functions[0].args == {"api_key": "***"}
 
 
-def test_commands_read_it_beside_a_checkpoint(saved):
+def test_commands_read_it_of_a_run_and_of_a_checkpoint_that_was_copied(saved, tmp_path):
     config = make_config({"algorithm.name": "dapo", "rollout.max_completion_length": 20})
     file = saved(config)
-    for model in (file.parent / "checkpoint-3", file.parent):
+    state_file = tmp_path / "elsewhere" / "best" / "trainer" / "state.json"
+    state_file.parent.mkdir(parents=True)
+    state_file.write_text(json.dumps({"config": config.for_saving()}))
+    for model, expected in ((file.parent, file), (tmp_path / "elsewhere" / "best", state_file)):
         found, source = config_of_models([str(model)], None, ["rollout.max_completion_length=200"])
         assert found.reward.functions[-1].args["max_length"] == 200
-        assert (found.output_dir, source) == (str(file.parent), file)
+        assert source == expected

@@ -89,7 +89,8 @@ def play(
     fixed = ["data.dataset=builtin:arithmetic", f"rollout.max_completion_length={length}", "reward.timeout_s=2"]
     config = load_config([*fixed, *settings])
     tools = Tools(config, objects).load()
-    rows = Rows("rows", list(prompts), columns or [{} for _ in prompts])
+    columns = columns or [{} for _ in prompts]
+    rows = Rows("rows", list(prompts), columns, lacks_prompts="" in prompts)
     problems = make_problems(rows, config.data, policy.tokenizer, schemas_of=tools.schemas_of).problems
     scripted = Scripted(policy, script)
     play.warnings = []

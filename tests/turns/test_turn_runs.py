@@ -116,7 +116,7 @@ def test_what_a_person_sees(runs, random_model, capsys, tmp_path):
     assert "[user] ok" in printed and "of them not the model's" in printed
     with contextlib.redirect_stdout(io.StringIO()) as out:
         assert main([*arguments(random_model, tmp_path / "debug"), "--debug"]) == 0
-    assert "[user] ok" in out.getvalue() and "no check has failed" in out.getvalue()
+    assert "[user] ok" in out.getvalue()
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
