@@ -181,19 +181,17 @@ def test_top_entropy_tokens_by_hand():
     assert torch.equal(example(policy_mask_BT=chosen_BT)[1], example()[1] * chosen_BT)
 
 
-def test_denominators_by_hand():
-    row_gone = MASK & torch.tensor([[True], [False], [True], [True]])  # it is still a response
-    for aggregation, of_all, without_a_row, of_none in (
-        ("response_mean", 4, 3, 0),
-        ("token_mean", 9, 7, 0),
-        ("constant", 20, 20, 20),
-    ):
-        found = []
-        for mask_BT in (MASK, row_gone.float(), torch.zeros(4, 3)):
-            denominator = loss_denominator(mask_BT, aggregation=aggregation, max_length=5)
-            assert denominator.dtype == torch.float32 and denominator.shape == ()
-            found.append(denominator.item())
-        assert found == [of_all, without_a_row, of_none]
+@pytest.mark.parametrize(
+    ("aggregation", "of_all", "without_a_row", "of_none"),
+    [("response_mean", 4, 3, 0), ("token_mean", 9, 7, 0), ("constant", 20, 20, 20)],
+)
+def test_denominators_by_hand(aggregation, of_all, without_a_row, of_none):
+    row_gone = MASK.float()
+    row_gone[1] = 0
+    for mask_BT, expected in ((MASK, of_all), (row_gone, without_a_row), (torch.zeros(4, 3), of_none)):
+        denominator = loss_denominator(mask_BT, aggregation=aggregation, max_length=5)
+        assert denominator.dtype == torch.float32 and denominator.shape == ()
+        assert denominator.item() == expected
 
 
 def own_clip(logprobs_BT, ratio_BT, A_B1, mask_BT, bounds):
@@ -206,23 +204,28 @@ def own_clip(logprobs_BT, ratio_BT, A_B1, mask_BT, bounds):
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_loss_of_the_user_gets_the_tensors_of_the_built_in_ones(level):
     """The built-in loss written again gives its value and gradient, also with KL, corrections and averages."""
-
-    def loss(objective):
-        return example(
-            objective=objective,
-            importance_level=level,
-            epsilon=0.1,
-            epsilon_high=0.3,
-            beta=0.1,
-            sampler_correction="sequence_mask",
-            sampling_logprobs_BT=SAMPLED,
+    results = []
+    for objective in (own_clip, "clip"):
+        results.append(
+            example(
+                objective=objective,
+                importance_level=level,
+                epsilon=0.1,
+                epsilon_high=0.3,
+                beta=0.1,
+                sampler_correction="sequence_mask",
+                sampling_logprobs_BT=SAMPLED,
+            )
         )
+    found, expected = results
+    assert found[0] == expected[0]
+    assert torch.equal(found[1], expected[1])
+    assert found[2] == expected[2]
 
-    found = loss(own_clip)
-    expected = loss("clip")
-    assert found[0] == expected[0] and torch.equal(found[1], expected[1]) and found[2] == expected[2]
-    constant = example(objective=lambda *tensors: torch.ones(4, 3).bfloat16())
-    assert not constant[1].any() and constant[0] == 9, "a micro-batch without a gradient has one of 0"
+
+def test_a_constant_loss_of_the_user_has_a_gradient_of_0():
+    loss, gradient_BT, _ = example(objective=lambda *tensors: torch.ones(4, 3).bfloat16())
+    assert loss == 9 and not gradient_BT.any()
 
 
 # --- against plain loops
@@ -261,7 +264,8 @@ def reference(new, old, advantages, mask, ref, *, objective, level, high, delta,
 
 
 def random_rows(seed, B=8, T=5):
-    """Rows of every length from 0 to T, one with a hole; ratios on both sides of every bound."""
+    """Rows of every length from 0 to T, one with a hole; ratios on both sides of every bound. Outside the mask is NaN,
+    and so is the advantage of the row without tokens."""
     generator = torch.Generator().manual_seed(seed)
 
     def noise(*shape):
@@ -273,7 +277,11 @@ def random_rows(seed, B=8, T=5):
     lengths_B = torch.tensor([T, 0, 1, 3, T, 2, 4, T])
     mask_BT = torch.arange(T) < lengths_B[:, None]
     mask_BT[4, 2] = False
-    return new_BT, old_BT, noise(B), mask_BT, ref_BT
+    advantages_B = noise(B)
+    advantages_B[1] = NAN
+    for logprobs_BT in (new_BT, old_BT, ref_BT):
+        logprobs_BT[~mask_BT] = NAN
+    return new_BT, old_BT, advantages_B, mask_BT, ref_BT
 
 
 SEEDS = (145, 147)
@@ -290,112 +298,82 @@ KL = itertools.cycle([None, "k1", "k2", "k3"])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_value_and_gradient_agree_with_plain_loops(seed):
     """Every surrogate with every aggregation, and every KL estimator with every aggregation."""
+    new_BT, old_BT, A_B, mask_BT, ref_BT = random_rows(seed)
     for (objective, level, delta, high), aggregation in itertools.product(SURROGATES, AGGREGATIONS):
         kl = next(KL)
         beta = 0.0 if kl is None else 0.3
-        new_BT, old_BT, A_B, mask_BT, ref_BT = random_rows(seed)
-        scalars = [[value.clone().requires_grad_() for value in row] for row in new_BT]
+        scalars = []
+        for row in new_BT:
+            scalars.append([value.clone().requires_grad_() for value in row])
         expected = reference(
-            scalars, old_BT.tolist(), A_B.tolist(), mask_BT.tolist(), ref_BT.tolist(), objective=objective, level=level,
-            high=high, delta=delta, beta=beta, kl=kl, aggregation=aggregation,
-        )  # fmt: skip
+            scalars,
+            old_BT.tolist(),
+            A_B.tolist(),
+            mask_BT.tolist(),
+            ref_BT.tolist(),
+            objective=objective,
+            level=level,
+            high=high,
+            delta=delta,
+            beta=beta,
+            kl=kl,
+            aggregation=aggregation,
+        )
         expected.backward()
-        expected_BT = double([[0.0 if x.grad is None else x.grad.item() for x in row] for row in scalars])
-        new_BT.requires_grad_()
+        gradients = []
+        for row in scalars:
+            gradients.append([0.0 if value.grad is None else value.grad.item() for value in row])
+        found_BT = new_BT.clone().requires_grad_()
         loss_sum, _ = policy_loss(
-            new_BT, old_BT, A_B, mask_BT, ref_logprobs_BT=None if kl is None else ref_BT, objective=objective,
-            importance_level=level, epsilon_high=high, delta=delta, beta=beta, kl_estimator=kl or "k3",
-            aggregation=aggregation, max_length=9,
-        )  # fmt: skip
-        (gradient_BT,) = torch.autograd.grad(loss_sum, new_BT)
+            found_BT,
+            old_BT,
+            A_B,
+            mask_BT,
+            ref_logprobs_BT=None if kl is None else ref_BT,
+            objective=objective,
+            importance_level=level,
+            epsilon_high=high,
+            delta=delta,
+            beta=beta,
+            kl_estimator=kl or "k3",
+            aggregation=aggregation,
+            max_length=9,
+        )
+        (gradient_BT,) = torch.autograd.grad(loss_sum, found_BT)
         torch.testing.assert_close(loss_sum, expected, rtol=1e-11, atol=1e-13)
-        torch.testing.assert_close(gradient_BT, expected_BT, rtol=1e-11, atol=1e-13)
-
-
-# --- masked positions
+        torch.testing.assert_close(gradient_BT, double(gradients), rtol=1e-11, atol=1e-13)
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
-def test_what_lies_under_the_mask_has_no_influence(objective):
-    new_BT, old_BT, A_B, mask_BT, ref_BT = random_rows(2)
-    A_B[1] = NAN  # of a row without tokens
-    for level, kl in itertools.product(LEVELS, ("k1", "k2", "k3")):
-        results = []
-        for value in (-1.0, NAN, math.inf, -math.inf, 1e300, -1e300, 0.0):
-            new, old, ref = (torch.where(mask_BT, x, value).requires_grad_() for x in (new_BT, old_BT, ref_BT))
-            loss_sum, stats = policy_loss(
-                new, old, A_B, mask_BT, ref_logprobs_BT=ref, objective=objective, importance_level=level, beta=0.1,
-                kl_estimator=kl, delta=1.5,
-            )  # fmt: skip
-            loss_sum.backward()
-            assert old.grad is None and ref.grad is None, "only the policy gets a gradient"
-            assert (new.grad[~mask_BT] == 0).all() and (new.grad[mask_BT] != 0).any()
-            results.append([loss_sum.detach(), new.grad, *(part for pair in stats.values() for part in pair)])
-        for other in results[1:]:
-            assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
-
-
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
-def test_masked_rows_have_a_graph(aggregation):
-    new_BT, old_BT, A_B, mask_BT, ref_BT = random_rows(3)
-    for objective, level in itertools.product(OBJECTIVES, LEVELS):
-        new = new_BT.clone().requires_grad_()
+def test_masked_rows_have_a_graph(objective):
+    """Every rank runs its backward pass."""
+    for aggregation in AGGREGATIONS:
+        new_BT = NEW.clone().requires_grad_()
         nothing, stats = policy_loss(
-            new, old_BT, A_B, mask_BT & False, ref_logprobs_BT=ref_BT, objective=objective, importance_level=level,
-            aggregation=aggregation, max_length=9, beta=0.1,
-        )  # fmt: skip
-        nothing.backward()  # every rank runs its backward
-        assert nothing.item() == 0 and not new.grad.any()
+            new_BT,
+            OLD,
+            A,
+            MASK & False,
+            ref_logprobs_BT=REF,
+            objective=objective,
+            aggregation=aggregation,
+            max_length=9,
+            beta=0.1,
+        )
+        nothing.backward()
+        assert nothing.item() == 0 and not new_BT.grad.any()
         assert all(not total.any() and count.item() == 0 for total, count in stats.values())
 
 
-# --- cutting the work
-
-
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
-def test_gradient_does_not_depend_on_the_cut(aggregation):
-    """1x8, 2x4 and 8x1 rows, each part trimmed to its longest row, on one shared parameter."""
-    _, old_BT, A_B, mask_BT, ref_BT = random_rows(4)
-    A_B[2:4] = 0.0  # a group that teaches nothing
-    generator = torch.Generator().manual_seed(5)
-    ids_BT = torch.randint(11, mask_BT.shape, generator=generator)
-    start_V = torch.randn(11, generator=generator, dtype=torch.float64)
-    averaging = dict(aggregation=aggregation, max_length=7)
-    whole = loss_denominator(mask_BT, **averaging)
-    order = [6, 3, 0, 1, 7, 2, 5, 4]
-    cuts = [[order], [order[:4], order[4:]], [[b] for b in range(8)], [order[:1], order[1:6], order[6:]]]
-    for objective, level in itertools.product(OBJECTIVES, LEVELS):
-        results = []
-        for parts in cuts:
-            logits_V = start_V.clone().requires_grad_()
-            total = 0.0
-            for rows in parts:
-                T = max(int((mask_BT[rows] * torch.arange(1, 6)).max()), 1)
-                loss_sum, _ = policy_loss(
-                    logits_V.log_softmax(0)[ids_BT[rows, :T]], old_BT[rows, :T], A_B[rows], mask_BT[rows, :T],
-                    ref_logprobs_BT=ref_BT[rows, :T], beta=0.1, objective=objective, importance_level=level, **averaging,
-                )  # fmt: skip
-                (loss_sum / whole).backward()
-                total += loss_sum.item() / whole.item()
-            results.append((total, logits_V.grad))
-        for loss, gradient_V in results[1:]:
-            assert loss == pytest.approx(results[0][0], rel=1e-12)
-            torch.testing.assert_close(gradient_V, results[0][1], rtol=1e-12, atol=1e-15)
-
-
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("changes", "message"),
     [
-        (dict(objective="ppo"), "objective='ppo'"),
-        (dict(objective=lambda *tensors: torch.ones(4)), r"of shape \(4, 3\), got \(4,\)"),
-        (dict(objective=lambda *tensors: 1.0), r"of shape \(4, 3\), got float"),
-        (dict(aggregation="constant"), "max_length"),
-        (dict(beta=0.1), "beta=0.1 needs ref_logprobs_BT"),
-        (dict(old_logprobs_BT=OLD[:3]), r"shape \(4, 3\), got \(3, 3\)"),
-        (dict(mask_BT=MASK[:, :2]), r"shape \(4, 3\), got \(4, 2\)"),
-        (dict(advantages_B=A[:3]), "one advantage for each of 4 rows"),
+        ({"objective": lambda *tensors: torch.ones(4)}, r"of shape \(4, 3\), got \(4,\)"),
+        ({"objective": lambda *tensors: 1.0}, r"of shape \(4, 3\), got float"),
+        ({"old_BT": OLD[:3]}, r"shape \(4, 3\), got \(3, 3\)"),
+        ({"advantages_B": A[:3]}, "one advantage for each of 4 rows"),
     ],
 )
-def test_what_has_no_loss_is_refused(change, message):
+def test_what_has_no_loss_is_refused(changes, message):
     with pytest.raises(ValueError, match=message):
-        policy_loss(**dict(logprobs_BT=NEW, old_logprobs_BT=OLD, advantages_B=A, mask_BT=MASK) | change)
+        example(**changes)
