@@ -4,7 +4,7 @@ import pickle
 
 import pytest
 import torch
-from architectures import GPT2, SIZES, build
+from architectures import SIZES, build
 
 from grpo.model import Policy
 from grpo.model.lora import add_adapter
@@ -21,8 +21,6 @@ def parameters_of(model):
     ("kind", "settings", "lora"),
     [
         ("qwen2", SIZES | dict(tie_word_embeddings=True), True),
-        ("gpt2", GPT2, False),  # tied, too
-        ("llama", SIZES, True),
         ("qwen3_moe", MIXTURE, False),
     ],
 )

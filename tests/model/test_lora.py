@@ -1,11 +1,8 @@
 """LoRA: scoring, sampling, reference, update and files, against peft's own forward pass and float64 computations."""
 
-import shutil
-
 import peft
 import pytest
 import torch
-from architectures import SIZES, build
 from conftest import load, save_random_model, small_run
 from outputs import lines
 from safetensors.torch import load_file, save_file
@@ -16,7 +13,7 @@ from grpo.algorithm.logprobs import CompletionScorer
 from grpo.commands.merge import main as merge
 from grpo.config import load_config
 from grpo.distributed import saved_names, start_world
-from grpo.model import Policy, save_weights, store_frozen_in_bf16, write_merged
+from grpo.model import save_weights, store_frozen_in_bf16, write_merged
 from grpo.model.lora import (
     AdapterReference,
     adapter_parameters,
@@ -112,7 +109,7 @@ def test_scoring_equals_the_forward_pass_of_peft_and_of_the_merged_model(random_
         assert (found - expected_logprobs(base, groups)).abs().max() > 0.1
 
 
-@pytest.mark.parametrize(("precision", "base"), [("fp32", "fp32"), ("bf16", "fp32"), ("bf16", "bf16")])
+@pytest.mark.parametrize(("precision", "base"), [("fp32", "fp32"), ("bf16", "bf16")])
 def test_without_its_adapter_the_model_is_the_base_to_the_bit(random_model, precision, base):
     """Also after an exception; and a frozen copy is a reference of its own."""
     _, batch = a_batch()
@@ -121,34 +118,30 @@ def test_without_its_adapter_the_model_is_the_base_to_the_bit(random_model, prec
     policy = adapted(random_model, precision=precision, base_precision=base)
     stored = policy.model.model.layers[0].mlp.up_proj.base_layer.weight
     assert stored.dtype == (torch.bfloat16 if base == "bf16" else torch.float32)
-    with_adapter = scored(policy, CompletionScorer(policy.model), batch)
+    scorer = CompletionScorer(policy.model)
+    with_adapter = scored(policy, scorer, batch)
     policy.model.train()
     reference = AdapterReference(policy, CompletionScorer(policy.model))
     assert torch.equal(scored(policy, reference, batch), expected) and policy.model.training
     with pytest.raises(AttributeError):
         reference(None, None, None)
-    assert torch.equal(scored(policy, CompletionScorer(policy.model), batch), with_adapter)
+    assert torch.equal(scored(policy, scorer, batch), with_adapter)
+
     add_reference_adapter(policy)
     frozen = AdapterReference(policy, CompletionScorer(policy.model))
     change(policy, seed=1)
     assert torch.equal(scored(policy, frozen, batch), with_adapter)
-    assert not torch.equal(scored(policy, CompletionScorer(policy.model), batch), with_adapter)
+    changed = scored(policy, scorer, batch)
+    assert not torch.equal(changed, with_adapter)
     copy_to_reference_adapter(policy.model)
-    assert torch.equal(scored(policy, frozen, batch), scored(policy, CompletionScorer(policy.model), batch))
+    assert torch.equal(scored(policy, frozen, batch), changed)
     trained = {name for name, p in policy.model.named_parameters() if p.requires_grad}
     assert trained == set(adapter_parameters(policy.model)) and len(trained) == 2 * 7 * 2
 
 
-SOME = ["q_proj", "down_proj"]
-
-
-@pytest.mark.parametrize(
-    ("fast", "targets", "precision"),
-    [(True, "all-linear", "fp32"), (True, SOME, "bf16"), (False, SOME, "fp32")],
-    ids=["copied", "copied, some layers, bf16", "through the adapters"],
-)
-def test_rollouts_follow_the_adapter_and_have_the_log_probs_of_scoring(random_model, fast, targets, precision):
-    policy = adapted(random_model, target_modules=targets, precision=precision)
+@pytest.mark.parametrize("fast", [True, False], ids=["copied", "through the adapters"])
+def test_rollouts_follow_the_adapter_and_have_the_log_probs_of_scoring(random_model, fast):
+    policy = adapted(random_model, target_modules=["q_proj", "down_proj"])
     engine = BuiltinEngine(policy, fast_decode=fast)
     sampling = SamplingParams(4, 10, temperature=0.9)
     base = {name: p.clone() for name, p in policy.model.named_parameters()}
@@ -158,10 +151,10 @@ def test_rollouts_follow_the_adapter_and_have_the_log_probs_of_scoring(random_mo
         groups = engine.generate(PROBLEMS, sampling, seed_key=(0, "rollout", 0))
         batch = collate(groups, torch.zeros(2, 4), pad_id=0)
         found = scored(policy, CompletionScorer(policy.model, 0.9), batch)
-        tolerance = 1e-4 if precision == "fp32" else 0.25
-        torch.testing.assert_close(batch.sampling_logprobs_BT, found, atol=tolerance, rtol=tolerance)
-        completions.append([completion.ids for group in groups for completion in group.completions])
-    assert completions[0] != completions[1]
+        torch.testing.assert_close(batch.sampling_logprobs_BT, found, atol=1e-4, rtol=1e-4)
+        for group in groups:
+            completions.append([completion.ids for completion in group.completions])
+    assert completions[:2] != completions[2:]
     assert all(torch.equal(p, base[name]) for name, p in policy.model.named_parameters() if "lora_B" not in name)
 
 
@@ -208,30 +201,25 @@ def test_an_update_equals_one_in_float64(random_model, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_saves_adapters_and_continues_to_the_bit(tmp_path, capsys):
+def test_a_run_begins_at_an_adapter_whose_model_is_checked(tmp_path, capsys):
     model = save_random_model(tmp_path / "model")
 
     def run(name, *more):
-        options = ["optim.max_steps=3", "checkpoint.save_steps=1", "checkpoint.keep=9", "eval.before_training=false"]
-        return main([*small_run(model, tmp_path / name), *options, "data.max_eval_samples=4", *more])
+        options = [
+            "optim.max_steps=3",
+            "eval.before_training=false",
+            "data.max_eval_samples=4",
+            "algorithm.beta=0.1",
+        ]
+        return main([*small_run(model, tmp_path / name), *options, *more])
 
-    lora = ["lora.rank=4", "lora.target_modules=[q_proj, v_proj]", "algorithm.beta=0.1"]
+    assert run("run", "lora.rank=4", "lora.target_modules=[q_proj, v_proj]") == 0
     last = tmp_path / "run" / "checkpoint-3"
-    files = [last / "adapter_model.safetensors", last / "trainer" / "states" / "__0_0.distcp"]
-    assert run("run", *lora) == 0
-    metrics = lines(tmp_path / "run")
-    assert metrics[0]["kl"] == 0 and metrics[2]["kl"] > 0
-    kept = [file.read_bytes() for file in files]
-    for step in (2, 3):
-        shutil.rmtree(tmp_path / "run" / f"checkpoint-{step}")
-    assert run("run", *lora) == 0
-    assert [file.read_bytes() for file in files] == kept
-    assert lines(tmp_path / "run") == metrics
-
     start = f"model.adapter={last}"
-    assert run("next", start, "algorithm.beta=0.1", "algorithm.ref_sync_steps=2") == 0
-    kl = [line["kl"] for line in lines(tmp_path / "next")]
-    assert kl[0] == 0 and kl[1] > 0 and kl[2] == 0  # the reference began as the adapter, and followed after step 2
+    assert run("next", start, "algorithm.ref_sync_steps=2") == 0
+    kl = [line["kl"] for line in lines(tmp_path / "next") if "kl" in line]
+    # The reference began as the adapter, and followed after step 2.
+    assert kl[0] == 0 and kl[1] > 0 and kl[2] == 0
     saved = saved_names(tmp_path / "next" / "checkpoint-3" / "trainer" / "states")
     assert "reference/model.layers.0.self_attn.q_proj.lora_A.reference.weight" in saved
 
@@ -240,49 +228,31 @@ def test_a_run_saves_adapters_and_continues_to_the_bit(tmp_path, capsys):
     weights_file = model / "model.safetensors"
     tensors = {name: tensor + 0.1 for name, tensor in load_file(weights_file).items()}
     save_file(tensors, weights_file, metadata={"format": "pt"})
-    assert merge([str(last)]) == run("third", start) == 2
+    assert merge([str(last)]) == 2
+    assert run("third", start) == 2
     assert capsys.readouterr().err.count(f"{weights_file} has changed since the adapter {last} was trained") == 2
 
 
 def peft_adapter(folder, output, **settings):
-    """The folder of an adapter that peft makes, with matrices as after some training."""
+    """The folder of an adapter that peft makes."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_pretrained(folder)
-    options = dict(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "down_proj"]) | settings
-    adapter = peft.get_peft_model(model, peft.LoraConfig(**options))
-    with torch.no_grad():
-        for parameter in adapter.parameters():
-            if parameter.requires_grad:
-                parameter.add_(0.1 * torch.randn(parameter.shape))
+    options = {"r": 4, "target_modules": ["q_proj", "down_proj"]} | settings
+    adapter = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **options))
     adapter.save_pretrained(output)
     return output
 
 
 @pytest.mark.parametrize(
-    ("targets", "message"),
-    [
-        (["q_proj", "k_porj"], r"\['q_proj', 'k_porj'\]: no layer has the name k_porj"),
-        ("model[.]nowhere", "lora.target_modules=model.*nowhere: Target modules model.* not found"),
-        (["lm_head"], "would adapt lm_head: name linear layers before the head"),
-    ],
-)
-def test_layers_that_cannot_be_adapted(random_model, targets, message):
-    with pytest.raises(ValueError, match=message):
-        add_adapter(load(random_model), SETTINGS | {"target_modules": targets}, base="")
-
-
-@pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"init_lora_weights": "olora"}, "is not plain LoRA .init_lora_weights"),
         ({"use_dora": True}, "is not plain LoRA .use_dora"),
-        ({"modules_to_save": ["lm_head"]}, "is not plain LoRA .modules_to_save"),
         ({"target_modules": ["embed_tokens"]}, "would adapt .*embed_tokens"),
+        # Its file lacks a matrix.
         ({}, r"does not fit the model: .*layers.1.mlp.down_proj.lora_B"),
     ],
 )
 def test_an_adapter_that_is_more_or_less_than_a_sum_is_refused(random_model, tmp_path, settings, message):
-    """The last one's file lacks a matrix."""
     folder = peft_adapter(random_model, tmp_path / "adapter", **settings)
     file = folder / "adapter_model.safetensors"
     tensors = load_file(file)
@@ -294,10 +264,7 @@ def test_an_adapter_that_is_more_or_less_than_a_sum_is_refused(random_model, tmp
         write_merged(folder, tmp_path / "merged")
 
 
-def test_all_linear_leaves_experts_and_routers_of_a_mixture_alone():
-    experts = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, mlp_only_layers=[0], head_dim=8)
-    model = build("qwen3_moe", SIZES | experts)
-    add_adapter(Policy(model, None, (2,), 0, torch.device("cpu"), "fp32"), SETTINGS, base="")
-    names = adapter_parameters(model)
-    assert len(names) == 2 * 8 and not any("experts" in name or "router" in name for name in names)
-    assert names.keys() == {name for name, p in model.named_parameters() if p.requires_grad}
+def test_a_name_that_no_layer_has_is_refused(random_model):
+    targets = ["q_proj", "k_porj"]
+    with pytest.raises(ValueError, match=r"\['q_proj', 'k_porj'\]: no layer has the name k_porj"):
+        add_adapter(load(random_model), SETTINGS | {"target_modules": targets}, base="")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 from pathlib import Path
 
 import pytest
@@ -45,9 +44,3 @@ class VLLMServer:
         if self.started is not None:
             self.started.close()
             self.started = None
-
-    def kill(self) -> None:
-        """kill -9 of the server and its workers."""
-        if self.started.process.poll() is None:
-            os.killpg(self.started.process.pid, signal.SIGKILL)
-            self.started.process.wait()
