@@ -23,8 +23,6 @@ TURNS = [
 ]
 BRIEF = {"role": "system", "content": "Be brief."}
 SHOT = {"prompt": "2+2=", "completion": "4"}
-RENDERED = "<|im_start|>user\n1+1=<|im_end|>\n<|im_start|>assistant\n<think>"
-"""The text of a chat template with the beginning of an answer, as many published datasets hold it."""
 ROLES = "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{{ eos_token }}\n{% endfor %}<|assistant|>\n"
 INST = "{% for m in messages %}[INST] {{ m.content }} [/INST]{% endfor %}"
 PLAIN = "{% for m in messages %}{{ m.content }}{% endfor %}"
@@ -89,7 +87,6 @@ def test_a_conversation_has_system_prompt_worked_examples_and_turns(tokenizer):
 @pytest.mark.parametrize(
     ("template", "before"),
     [
-        ("<s> $A", (0,)),  # the tokenizer adds a BOS: the model was trained with it
         ("$A", ()),
         ("<s> $A </s>", (0,)),  # an EOS at the end of a prompt would end what has not begun
         ("<s> <sop> $A", (0, 7)),  # as ChatGLM
@@ -97,10 +94,10 @@ def test_a_conversation_has_system_prompt_worked_examples_and_turns(tokenizer):
 )
 def test_without_a_chat_template_the_prompt_is_plain_text_behind_one_bos(template, before):
     tokenizer = plain_tokenizer(template)
-    for settings in ({}, {"prompt_template": "{prompt}"}):
-        assert problem_of("one two", tokenizer, **settings).prompt_ids == (*before, 3, 4)
-        rendered = tokenizer.decode(list(before)) + " one two"
-        assert problem_of(rendered, tokenizer, **settings).prompt_ids == (*before, 3, 4)
+    rendered = tokenizer.decode(list(before)) + " one two"
+    for prompt in ("one two", rendered):
+        assert problem_of(prompt, tokenizer).prompt_ids == (*before, 3, 4)
+        assert problem_of(prompt, tokenizer, prompt_template="{prompt}").prompt_ids == (*before, 3, 4)
     found = problem_of("two", tokenizer, system_prompt="one", few_shot=[{"prompt": "three", "completion": "four"}])
     assert found.prompt_ids == (*before, 3, 5, 6, 4)
 
@@ -122,10 +119,13 @@ def test_prompts_too_long_are_left_out_and_counted_never_cut():
     assert [problem.columns["row"] for problem in found.problems] == [0, 1, 5]
 
 
-def test_a_prompt_template_is_the_whole_prompt(tmp_path, tokenizer):
+def test_a_prompt_template_is_the_whole_prompt(tokenizer):
     for prompt in ("1+1=", TURNS[2:]):
         problem = problem_of(prompt, tokenizer, prompt_template="Q {prompt} so")
         assert tokenizer.decode(problem.prompt_ids) == "Q 1+1= so"
+
+
+def test_a_system_prompt_may_be_a_file(tmp_path):
     (tmp_path / "brief.txt").write_text("Be brief.\nBe right.\n")
     assert DataConfig(system_prompt=f"{tmp_path}/brief.txt").system_prompt == "Be brief.\nBe right."
 
@@ -171,10 +171,8 @@ def test_a_built_in_task_instructs_every_model_but_the_tiny_one(tokenizer):
         ('[{"role": "user", "content": "Hi"}]', {}, "no text of such a list"),
         ("1+" * 99, {"max_prompt_length": 3}, "all 1 prompts of .*max_prompt_length=3 .*the shortest has"),
         ([BRIEF, *TURNS], {}, "row 1: the model's chat template refuses .*Be brief.*: no system role"),
-        (RENDERED, {}, r"row 1: the prompt holds '<\|im_.*data.prompt_template='\{prompt\}' takes it as it is"),
         ("1+\ud83d", {}, "row 1: .*surrogates not allowed"),  # half of a character
-        ([{"role": "user", "content": 7}], {}, "row 1: a message .* has a role, and text as content, and one is"),
-        ([{"from": "human", "value": "Hi"}], {}, "text as content, and one is {'from': 'human'"),
+        ([{"from": "human", "value": "Hi"}], {}, "row 1: a message .* text as content, and one is {'from': 'human'"),
     ],
 )
 def test_prompts_that_are_refused(prompt, settings, message, tokenizer):
@@ -186,7 +184,6 @@ def test_prompts_that_are_refused(prompt, settings, message, tokenizer):
 @pytest.mark.parametrize(
     ("prompt", "settings", "seen"),
     [
-        ("1+1=", {}, "1+1="),
         ("1+1=", {"system_prompt": "Be brief."}, [BRIEF, TURNS[-1]]),
         ("1+1=", {"conversational": True, "prompt_template": "Q: {prompt}"}, [TURNS[-1]]),
         (TURNS, {}, TURNS),
@@ -211,24 +208,32 @@ def test_the_form_in_which_rewards_get_prompts_and_completions(tokenizer, prompt
     [
         (ROLES, (), "<|user|>\nHi", "user"),  # Zephyr's marks are plain text
         (INST, ("[INST]", "[/INST]"), "[INST] Hi [/INST]", "INST"),  # Mistral
-        # A question may be about tokens.
-        (ROLES, ("<s>", "</s>"), "Is it <s> or </s>?", None),
-        # Tags are no marks of turns, also where they are special tokens.
-        (ROLES, ("<think>", "</think>"), "Think in <think> and </think>.", None),
-        ("{{ raise_exception('no') if messages | length == 1 else messages[-1].content }}", (), "[INST] Hi", None),
     ],
 )
-def test_what_tells_a_rendered_prompt(template, special, prompt, mark):
+def test_a_rendered_prompt_is_refused(template, special, prompt, mark):
     tokenizer = with_template(template, *special)
-    few_shot = [SHOT] if "raise_exception" in template else []
-    if mark is None:
-        assert problem_of(prompt, tokenizer, few_shot=few_shot).prompt == prompt
-        return
     with pytest.raises(ValueError, match=f"the prompt holds .*{mark}"):
         problem_of(prompt, tokenizer)
     # What an environment says is no row of a dataset.
     (problem,) = make_problems(Rows("the reset", [prompt], [{}]), DataConfig(), tokenizer).problems
     assert prompt in tokenizer.decode(problem.prompt_ids)
+
+
+@pytest.mark.parametrize(
+    ("special", "prompt"),
+    [
+        (("<s>", "</s>"), "Is it <s> or </s>?"),
+        # Tags are no marks of turns, also where they are special tokens.
+        (("<think>", "</think>"), "Think in <think> and </think>."),
+    ],
+)
+def test_a_question_about_tokens_is_no_rendered_prompt(special, prompt):
+    assert problem_of(prompt, with_template(ROLES, *special)).prompt == prompt
+
+
+def test_a_template_that_takes_no_single_message_has_no_marks():
+    tokenizer = with_template("{{ raise_exception('no') if messages | length == 1 else messages[-1].content }}")
+    assert problem_of("[INST] Hi", tokenizer, few_shot=[SHOT]).prompt == "[INST] Hi"
 
 
 HISTORY = [
@@ -266,7 +271,6 @@ DATED = "{{ date_string or strftime_now('%d') }}" + PLAIN
     ("template", "settings", "note"),
     [
         (PLAIN, {}, None),
-        (PLAIN, {"system_prompt": "\n a b"}, None),
         (NO_SYSTEM, {"system_prompt": "In French."}, "does not hold data.system_prompt"),
         (DATED, {}, "today's date"),
         (DATED, {"chat_template_kwargs": {"date_string": "26 Jul 2024"}}, None),

@@ -131,15 +131,17 @@ def test_endless_rows_are_read_up_to_the_limit_or_refused():
 
 
 def test_a_field_in_a_column_is_the_answer_or_the_prompt(tmp_path):
-    nested = {"answer_column": "reward_model.ground_truth", "prompt_column": "extra.question"}
     first = {"reward_model": {"ground_truth": "1", "style": "rule"}, "extra": {"question": "q"}}
     second = {"reward_model": None, "extra": {"question": "r"}}
-    for name in ("d.jsonl", "d.parquet"):
-        rows = rows_in(save(tmp_path, name, [first, second]), **nested)
-        assert rows.prompts == ["q", "r"]
-        assert [row["answer"] for row in rows.columns] == ["1", None]
-        assert rows.columns[0]["reward_model"] == first["reward_model"]
-        assert rows.num_without_answer == 1
+    rows = rows_in(
+        save(tmp_path, "d.parquet", [first, second]),
+        answer_column="reward_model.ground_truth",
+        prompt_column="extra.question",
+    )
+    assert rows.prompts == ["q", "r"]
+    assert [row["answer"] for row in rows.columns] == ["1", None]
+    assert rows.columns[0]["reward_model"] == first["reward_model"]
+    assert rows.num_without_answer == 1
 
 
 @pytest.mark.parametrize(
@@ -149,9 +151,7 @@ def test_a_field_in_a_column_is_the_answer_or_the_prompt(tmp_path):
         (r"\d+", "about 42 or 43", "42"),  # no group: the whole match
         (r"#### (.+)", "no answer here", None),
         (r"(?:is (\S+)|#### 7)", "a group that takes no part: #### 7", None),
-        (None, "#### 7", "#### 7"),
         (None, ["7", "seven"], ["7", "seven"]),
-        (None, [], None),
         (None, math.nan, None),
     ],
 )
@@ -165,31 +165,18 @@ def test_answers_are_found_in_their_column_and_rows_without_are_kept_and_counted
 P = '{"prompt": "a", "answer": "7"}\n'
 REFUSED = [
     ("d.jsonl", P + '\n{"prompt": \n', {}, "Expecting value: line 4 column 1"),
-    ("d.json", '[{"prompt": "a"},\n{"prompt": }]\n', {}, "line 2 column 12"),
     ("d.jsonl", "\n\n", {}, "d.jsonl has no rows"),
     ("d.jsonl", b'{"prompt": "\xff\xfe"}\n', {}, "can't decode byte 0xff in position 12"),
     ("d.jsonl", '{"prompt": ' + "[" * 100_000, {}, "cannot be read: maximum recursion depth"),
     ("d.csv", "prompt,answer\na,1,2\n", {}, "more fields than the header"),
-    ("d.csv", "prompt,answer\na,1\nb,2,3\n", {}, "Expected 2 fields in line 3, saw 3"),
-    ("d.csv", 'prompt,answer\na,"1\n', {}, "EOF inside string"),
     ("csv/train.csv", "prompt,answer\na,1,2\n", {}, "more fields than the header"),
     ("d.parquet", "not parquet", {}, "Parquet"),
-    ("d.txt", "hello", {}, "d.txt (data.train_split=train) cannot be read: "),
     ("d.jsonl", P, {"train_split": "test"}, "Unknown split \"test\". Should be one of ['train']"),
     ("d.jsonl", P, {"prompt_column": "question"}, "has no such column, or no prompts in it; it has prompt, answer"),
     ("d.jsonl", P, PATTERN, "answer_pattern='#### (.+)' matches nothing, in every row"),
     ("d.jsonl", P, ANSWER | {"answer_pattern": "("}, "is no regular expression that works: missing )"),
     ("d.jsonl", P.replace("7", "a" * 60 + "b"), ANSWER | {"answer_pattern": "(a|aa)+$"}, "regex timed out"),
-    ("d.jsonl", P, {"answer_pattern": "(.+)"}, "needs data.answer_column"),
-    ("d.jsonl", P.replace('"7"', '["7"]'), PATTERN, "row 1, column answer holds a list: data.answer_pattern searches"),
     ("d.jsonl", P + '{"prompt": 7}\n', {}, "d.jsonl, row 2: a prompt is text, or a list of messages"),
-    (
-        "d.jsonl",
-        '{"prompt": [{"role": "user", "content": ["image"]}]}\n',
-        {},
-        "row 1: a message of a prompt has a role",
-    ),
-    ("d.jsonl", '{"prompt": [{"role": "system", "content": "a"}]}\n', {}, "ends with the user's"),
     ("builtin:chess", "", {}, "arithmetic, countdown"),
     ("reasoning_gym:chain_sum", "", {}, "needs the package reasoning_gym"),
 ]
@@ -211,16 +198,6 @@ def test_data_that_is_refused(tmp_path, monkeypatch, name, text, settings, messa
     assert len(str(error.value).splitlines()) == 1
 
 
-def test_gsm8k_loads_whole_and_every_answer_is_a_number(assets):
-    columns = {"prompt_column": "question", "answer_column": "answer", "answer_pattern": r"####\s*(.+)"}
-    for name, count in (("train", 7473), ("test", 1319)):
-        rows = rows_in(f"{assets}/data/gsm8k/{name}.jsonl", **columns)
-        answers = [row["answer"] for row in rows.columns]
-        assert len(answers) == count
-        assert all(float(answer.replace(",", "")).is_integer() for answer in answers)
-        assert any("," in answer for answer in answers)  # "1,234" stays as written: the reward compares
-
-
 def test_seeds_of_an_environment_are_different_and_those_that_numpy_takes():
     config = DataConfig(dataset="environment:prompts")
     found = []
@@ -233,17 +210,18 @@ def test_seeds_of_an_environment_are_different_and_those_that_numpy_takes():
 
 def test_gym_rows_are_different_and_never_in_both_splits_and_scorers_get_the_arguments():
     pytest.importorskip("reasoning_gym", reason="needs reasoning-gym: pip install -e '.[gym]'")
-    two_terms = {"min_terms": 2, "max_terms": 2}
-    settings = {"config_name": two_terms, "max_train_samples": 60, "max_eval_samples": 30}
+    settings = {
+        "config_name": {"min_terms": 2, "max_terms": 2},
+        "max_train_samples": 60,
+        "max_eval_samples": 30,
+    }
     train = rows_in("reasoning_gym:chain_sum", **settings)
     evaluation = rows_in("reasoning_gym:chain_sum", train=False, **settings)
     assert len({*train.prompts, *evaluation.prompts}) == 90
     assert train.prompts == rows_in("reasoning_gym:chain_sum", **settings).prompts
     assert all(len(row["metadata"]["expression"].split()) == 3 for row in train.columns)
-    # A task with many right answers names none: its scorer reads the metadata.
-    many = rows_in("reasoning_gym:graph_color", max_train_samples=4)
-    assert [row["answer"] for row in many.columns] == [None] * 4
 
+    # The scorer reads the number of decimal places.
     precise = {"min_num_decimal_places": 6, "max_num_decimal_places": 6, "max_terms": 2}
     rows = rows_in("reasoning_gym:decimal_arithmetic", config_name=precise, max_train_samples=1)
     answer = rows.columns[0]["answer"]
@@ -252,10 +230,5 @@ def test_gym_rows_are_different_and_never_in_both_splits_and_scorers_get_the_arg
     texts = [f"<answer>{answer}</answer>", f"<answer>{near}</answer>"]
     assert load_reward("reasoning_gym")(rows.prompts * 2, texts, **columns) == [1.0, 0.0]
 
-    for task, wrong, message in (
-        ("chain_sun", {}, "chain_sun"),
-        ("chain_sum", {"min_term": 2}, "unexpected keyword argument 'min_term'"),
-        ("chain_sum", {"min_terms": 9}, "max_terms must be"),
-    ):
-        with pytest.raises(ValueError, match=f"data.dataset=reasoning_gym:{task}: .*{message}"):
-            rows_in(f"reasoning_gym:{task}", config_name=wrong)
+    with pytest.raises(ValueError, match=r"data.dataset=reasoning_gym:chain_sum: .*unexpected .* 'min_term'"):
+        rows_in("reasoning_gym:chain_sum", config_name={"min_term": 2})

@@ -13,9 +13,8 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from grpo.config import Config
 from grpo.data import tiny
-from grpo.data.tasks import TASKS, load_task, written_columns
+from grpo.data.tasks import TASKS, load_task
 from grpo.data.tiny import Recipe, build_tiny_model, build_tokenizer
 from grpo.rewards.builtin import evaluate_expression
 
@@ -68,13 +67,6 @@ def test_train_and_eval_share_no_problem_whatever_the_seed(name):
     assert problems["train", 0] != problems["train", 1]
     train = problems["train", 0] | problems["train", 1]
     assert not train & (problems["eval", 0] | problems["eval", 3])
-
-
-def test_written_columns():
-    assert written_columns(47, "+", 35) == (["7+5=12", "4+3=7+1=8"], 82)
-    assert written_columns(47, "+", 35, carries=False) == (["7+5=12", "4+3=7"], 72)
-    assert written_columns(52, "-", 37) == (["12-7=5", "5-3=2-1=1"], 15)
-    assert written_columns(52, "-", 37, carries=False) == (["12-7=5", "5-3=2"], 25)
 
 
 @pytest.mark.parametrize("name", ["arithmetic", "countdown"])
@@ -172,9 +164,3 @@ def test_the_same_weights_each_time_and_global_randomness_is_left_alone():
         assert torch.equal(torch.get_rng_state(), state) and random.getstate() == python_state
         weights.append(torch.nn.utils.parameters_to_vector(model.parameters()))
     assert torch.equal(*weights)
-
-
-def test_the_tiny_model_has_room_for_the_defaults():
-    defaults = Config()
-    longest = defaults.data.max_prompt_length + defaults.rollout.max_completion_length
-    assert longest <= tiny.CONTEXT

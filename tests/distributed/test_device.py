@@ -14,7 +14,6 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="PyTorch can u
     [
         (True, "auto", None, True),
         (True, "cpu", None, False),
-        (True, "auto", "", False),
         (True, "auto", "-1", False),
         (False, "auto", None, False),
         (False, "cuda", None, True),

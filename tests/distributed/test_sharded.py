@@ -1,6 +1,5 @@
 """FSDP2 on gloo ranks trains what DDP trains, holds a share of it, and continues on any number of ranks."""
 
-import itertools
 import json
 from pathlib import Path
 
@@ -36,6 +35,15 @@ def train(folder: Path, name: str, *more: str, ranks: int) -> Path:
     done = run_forked(FAULTY, arguments(folder, name, *more), ranks=ranks, timeout=300, env=env)
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
     return folder / name
+
+
+def prepared(folder: Path, *more: str, ranks: int) -> dict:
+    """What ranks hold that have prepared a run: see ``sharded_facts.py``."""
+    file = folder / "facts.pt"
+    options = [str(file), *arguments(folder, "facts", *more)]
+    done = run_forked(FACTS, options, ranks=ranks, timeout=120, env=environment_of_runs())
+    assert done.returncode == 0, done.stderr[-4000:]
+    return torch.load(file, weights_only=True)
 
 
 def ids(run: Path, steps: range) -> list:
@@ -94,25 +102,19 @@ def test_a_continued_run_has_the_same_bits(folder, sharded_run):
 
 def test_other_numbers_of_ranks_continue_it(folder, sharded_run):
     """2 ranks, then one (which trains as under DDP), then 3; also what they restore, and what each rank holds."""
-    changes = ["checkpoint.accept_changes=true"]
-    one = train(
-        folder, "one", *changes, "optim.max_steps=6", f"checkpoint.resume={sharded_run / 'checkpoint-4'}", ranks=1
-    )
-    three = train(folder, "three", *changes, "optim.max_steps=8", f"checkpoint.resume={one / 'checkpoint-6'}", ranks=3)
+    two = sharded_run / "checkpoint-4"
+    accept = "checkpoint.accept_changes=true"
+    one = train(folder, "one", accept, "optim.max_steps=6", f"checkpoint.resume={two}", ranks=1)
+    three = train(folder, "three", accept, "optim.max_steps=8", f"checkpoint.resume={one / 'checkpoint-6'}", ranks=3)
     for run, step in ((one, 6), (three, 8)):
         assert difference(run / f"checkpoint-{step}", sharded_run / f"checkpoint-{step}") <= 1e-5
         found, expected = (states(r / f"checkpoint-{step}") for r in (run, sharded_run))
         assert found.keys() == expected.keys()
         assert all(torch.allclose(t, expected[name], rtol=1e-3, atol=1e-6) for name, t in found.items())
-    assert ids(one, range(4, 6)) == ids(sharded_run, range(4, 6))
-    assert ids(three, range(6, 8)) == ids(sharded_run, range(6, 8))
+        assert ids(run, range(step - 2, step)) == ids(sharded_run, range(step - 2, step))
 
-    for start in (sharded_run / "checkpoint-4", one / "checkpoint-6"):  # written by two ranks, and by one
-        file = folder / "facts.pt"
-        options = arguments(folder, "facts", *changes, "optim.max_steps=8", f"checkpoint.resume={start}")
-        done = run_forked(FACTS, [str(file), *options], ranks=3, timeout=120, env=environment_of_runs())
-        assert done.returncode == 0, done.stderr[-3000:]
-        facts = torch.load(file, weights_only=True)
+    for start in (two, one / "checkpoint-6"):  # written by two ranks, and by one
+        facts = prepared(folder, accept, "optim.max_steps=8", f"checkpoint.resume={start}", ranks=3)
         assert_equal(facts["weights"], weights(start))
         assert_equal(facts["states"], states(start))
         assert facts["is_llama"], "decode steps should be the written-out ones"
@@ -149,25 +151,24 @@ def test_lora_is_that_of_ddp_and_continues_with_the_same_bits(folder):
     assert lines(continued) == lines(fsdp)[-3:]
 
 
-def test_lora_on_a_model_in_bf16_begins_at_its_reference(tmp_path):
+def test_lora_on_a_model_in_bf16_begins_at_its_reference(folder):
     """The model without the adapter, whose frozen weights are stored in bf16."""
-    save_random_model(tmp_path / "model")
-    options = ["lora.rank=4", "runtime.precision=bf16", "algorithm.ref_sync_steps=0", "algorithm.ref_sync_alpha=1"]
-    options += ["algorithm.num_iterations=1", "optim.learning_rate=1e-2", "optim.max_steps=3"]
-    program, env = ROOT / "train_grpo.py", environment_of_runs()
-    done = run_forked(program, arguments(tmp_path, "run", *options), ranks=2, timeout=300, env=env)
-    assert done.returncode == 0, done.stderr[-4000:]
-    options = [str(tmp_path / "facts.pt"), *arguments(tmp_path, "facts", *options)]
-    done = run_forked(FACTS, options, ranks=2, timeout=120, env=env)
-    assert done.returncode == 0, done.stderr[-4000:]
-    held = torch.load(tmp_path / "facts.pt", weights_only=True)["weights"]
-    dtypes = {"lora": set(), "proj.base_layer": set()}
-    for (name, tensor), part in itertools.product(held.items(), dtypes):
-        if part in name and name.endswith("weight"):
-            dtypes[part].add(tensor.dtype)
-    assert dtypes == {"lora": {torch.float32}, "proj.base_layer": {torch.bfloat16}}
-    kl = [line["kl"] for line in lines(tmp_path / "run") if "kl" in line]
+    options = [
+        "lora.rank=4",
+        "runtime.precision=bf16",
+        "algorithm.ref_sync_steps=0",
+        "algorithm.ref_sync_alpha=1",
+        "algorithm.num_iterations=1",
+        "optim.learning_rate=1e-2",
+        "optim.max_steps=3",
+    ]
+    run = train(folder, "lora-bf16", *options, ranks=2)
+    kl = [line["kl"] for line in lines(run) if "kl" in line]
     assert kl[0] == 0 and kl[1] > 0
+    held = prepared(folder, *options, ranks=2)["weights"]
+    layer = "model.layers.0.self_attn.q_proj"
+    assert held[f"{layer}.base_layer.weight"].dtype == torch.bfloat16
+    assert held[f"{layer}.lora_A.default.weight"].dtype == torch.float32
 
 
 REWARD_OF_SOME = """
