@@ -132,36 +132,35 @@ def test_a_system_prompt_may_be_a_file(tmp_path):
 
 def test_a_question_template_formats_the_user_message_inside_the_chat_template(tokenizer):
     columns = {"tests": ["a", "b"], "note": None, "set": "{prompt}", "choices": {"text": ["x", "y"]}}
-    for template, text in (
-        ("Question: {prompt}", "Question: 1+1="),
-        ("{prompt} {note}{unknown} {x y} {set}\n{tests}", "1+1= {unknown} {x y} {prompt}\na\nb"),
-        ("{prompt} {choices.text} {a.b}", "1+1= x\ny {a.b}"),
-    ):
-        problem = problem_of("1+1=", tokenizer, columns, question_template=template)
-        assert tokenizer.decode(problem.prompt_ids) == user_message(text)
-        assert problem.prompt == "1+1=", "as in the row"
-        assert problem.reward_prompt is None, "text rows stay text"
-    settings = {"question_template": "Q: {prompt}", "few_shot": [SHOT]}
-    for prompt, contents in (("1+1=", ["Q: 1+1="]), (TURNS, ["Hi", "Yes?", "Q: 1+1="])):
-        shown = problem_of(prompt, tokenizer, **settings).reward_prompt
-        assert [message["content"] for message in shown] == ["2+2=", "4", *contents], "the last message alone"
+    template = "{prompt} {note}{unknown} {x y} {set}\n{tests} {choices.text} {a.b}"
+    problem = problem_of("1+1=", tokenizer, columns, question_template=template)
+    text = "1+1= {unknown} {x y} {prompt}\na\nb x\ny {a.b}"
+    assert tokenizer.decode(problem.prompt_ids) == user_message(text)
+    assert problem.prompt == "1+1=", "as in the row"
+    assert problem.reward_prompt is None, "text rows stay text"
+    shown = problem_of(TURNS, tokenizer, question_template="Q: {prompt}", few_shot=[SHOT]).reward_prompt
+    contents = [message["content"] for message in shown]
+    assert contents == ["2+2=", "4", "Hi", "Yes?", "Q: 1+1="], "the last message alone"
 
 
-def test_a_built_in_task_instructs_every_model_but_the_tiny_one(tokenizer):
-    """The tiny model was trained without instructions."""
-    other = build_tokenizer()
-    other.add_tokens(["more"])
-    for settings, of_other, of_tiny in (
+@pytest.mark.parametrize(
+    ("settings", "of_other", "of_tiny"),
+    [
         ({}, "Solve the problem. Show", None),
         ({"system_prompt": ""}, None, None),
         ({"system_prompt": "Be brief."}, "Be brief.", "Be brief."),
-    ):
-        config = DataConfig(max_train_samples=1, **settings)
-        rows = load_rows(config, train=True, seed=0)
-        for model, expected in ((other, of_other), (tokenizer, of_tiny)):
-            (problem,) = make_problems(rows, config, model).problems
-            text = model.decode(problem.prompt_ids)
-            assert expected in text if expected else "system" not in text
+    ],
+)
+def test_a_built_in_task_instructs_every_model_but_the_tiny_one(tokenizer, settings, of_other, of_tiny):
+    """The tiny model was trained without instructions."""
+    other = build_tokenizer()
+    other.add_tokens(["more"])
+    config = DataConfig(max_train_samples=1, **settings)
+    rows = load_rows(config, train=True, seed=0)
+    for model, expected in ((other, of_other), (tokenizer, of_tiny)):
+        (problem,) = make_problems(rows, config, model).problems
+        text = model.decode(problem.prompt_ids)
+        assert expected in text if expected else "system" not in text
 
 
 @pytest.mark.parametrize(

@@ -52,12 +52,10 @@ def test_every_source_gives_the_same_rows_whole_and_in_slices(tmp_path, name):
     assert [row["answer"] for row in rows.columns] == [row["answer"] for row in ROWS]
 
     splits = {"train_split": "train[:90%]", "eval_split": "train[-2:]"}
+    assert rows_in(source, max_train_samples=3, **splits).prompts == prompts[:3]
     assert rows_in(source, **splits).prompts == prompts[:18]
-    assert rows_in(source, train=False, **splits).prompts == prompts[18:]
+    assert rows_in(source, train=False, max_eval_samples=100, **splits).prompts == prompts[18:]
     assert rows_in(source, train_split="train[5:7]+train[:1]").prompts == ["5+1=", "6+1=", "0+1="]
-    limits = {"max_train_samples": 3, "max_eval_samples": 100, "eval_split": "train"}
-    assert rows_in(source, **limits).prompts == prompts[:3]
-    assert rows_in(source, train=False, **limits).prompts == prompts
 
 
 def test_named_splits_and_evaluation_data_in_a_second_file(tmp_path, monkeypatch):
@@ -114,9 +112,8 @@ def test_rows_as_python_objects(tmp_path):
     # In a frame from a file, lists are NumPy's arrays at any depth.
     for given in (rows, dataset, pandas.DataFrame(rows), pandas.read_parquet(tmp_path / "d.parquet")):
         assert repr(rows_of(given, "dataset")) == repr(expected)
-    for given in (datasets.DatasetDict(train=dataset), "file.jsonl"):
-        with pytest.raises(ValueError, match="dataset must be a list of mappings"):
-            rows_of(given, "dataset")
+    with pytest.raises(ValueError, match="dataset must be a list of mappings"):
+        rows_of("file.jsonl", "dataset")
 
 
 def test_endless_rows_are_read_up_to_the_limit_or_refused():

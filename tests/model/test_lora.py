@@ -69,13 +69,14 @@ def a_batch(seed=0):
     return groups, collate(groups, advantages_PG, pad_id=0)
 
 
-def expected_logprobs(model, groups, temperature=1.0):
+def expected_logprobs(model, groups):
     """``[B, T]`` from the logits of each sequence alone."""
     rows = []
     for group in groups:
         for completion in group.completions:
-            start, ids = len(group.problem.prompt_ids), torch.tensor([[*group.problem.prompt_ids, *completion.ids]])
-            logprobs = (model(input_ids=ids).logits[0, start - 1 : -1] / temperature).log_softmax(-1)
+            start = len(group.problem.prompt_ids)
+            ids = torch.tensor([[*group.problem.prompt_ids, *completion.ids]])
+            logprobs = model(input_ids=ids).logits[0, start - 1 : -1].log_softmax(-1)
             rows.append(logprobs.gather(-1, ids[0, start:, None])[:, 0])
     return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
 
