@@ -16,7 +16,6 @@ from grpo.algorithm.batch import Problem
 from grpo.algorithm.seeding import derive_seed
 from grpo.config import RuntimeConfig
 from grpo.distributed import start_world
-from grpo.model.lora import add_adapter
 from grpo.rollout import SamplingParams
 from grpo.vllm.client import Server, ServerError
 from grpo.vllm.engine import VLLMEngine
@@ -39,9 +38,9 @@ def build(random_model, tmp_path):
     engines = []
     world = start_world(RuntimeConfig(device="cpu"))
 
-    def make(*servers, policy=None) -> VLLMEngine:
+    def make(*servers) -> VLLMEngine:
         engine = VLLMEngine(
-            policy or load(random_model),
+            load(random_model),
             [Server(server.address, 20.0) for server in servers],
             world=world,
             weights_folder=str(tmp_path / "weights"),
@@ -232,12 +231,3 @@ def test_what_a_killed_process_left_is_deleted_and_what_a_living_one_has_is_not(
     policy, other = load(random_model), WeightsFolder(str(tmp_path))
     other.write(policy, policy.model.state_dict(), "version")
     assert sorted(tmp_path.iterdir()) == sorted([own, other.path])
-
-
-def test_an_adapter_needs_the_weights_that_the_server_began_with(server, build, random_model):
-    policy = load(random_model)
-    add_adapter(policy, {"r": 2, "target_modules": "all-linear"}, base=str(random_model))
-    build(server, policy=policy)
-    server.weight_version = "grpo-whole-1"
-    with pytest.raises(ServerError, match="has the weights of another run, which an adapter is not for"):
-        build(server, policy=policy)
