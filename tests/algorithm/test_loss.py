@@ -196,8 +196,12 @@ def test_denominators_by_hand(aggregation, of_all, without_a_row, of_none):
 
 def own_clip(logprobs_BT, ratio_BT, A_B1, mask_BT, bounds):
     """PPO's clipped loss as a user would write it; the tensors are copies, which it may change."""
-    assert torch.equal(mask_BT, MASK) and (logprobs_BT[~MASK] == 0).all() and (ratio_BT[~MASK] == 1).all()
-    logprobs_BT.zero_(), mask_BT.zero_(), A_B1.neg_()
+    assert torch.equal(mask_BT, MASK)
+    assert (logprobs_BT[~MASK] == 0).all()
+    assert (ratio_BT[~MASK] == 1).all()
+    logprobs_BT.zero_()
+    mask_BT.zero_()
+    A_B1.neg_()
     return torch.max(ratio_BT * A_B1, ratio_BT.clamp(*bounds) * A_B1)
 
 

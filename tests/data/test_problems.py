@@ -75,9 +75,7 @@ def test_a_conversation_has_system_prompt_worked_examples_and_turns(tokenizer):
     problem = problem_of("3+3=", tokenizer, system_prompt="Be brief.", few_shot=[SHOT])
     shown = "<|im_start|>system\n{}<|im_end|>\n" + user_message("2+2=") + "4<|im_end|>\n"
     text = shown.format("Be brief.") + user_message("3+3=")
-    assert tokenizer.decode(problem.prompt_ids) == text
     assert list(problem.prompt_ids) == tokenizer.encode(text, add_special_tokens=False)
-    assert tokenizer.decode(problem_of("2+2=", tokenizer).prompt_ids) == user_message("2+2=")
     turns = [{"role": "system", "content": "Mine."}, *TURNS]
     problem = problem_of(turns, tokenizer, system_prompt="Yours.", few_shot=[SHOT])
     text = shown.format("Mine.") + user_message("Hi") + "Yes?<|im_end|>\n" + user_message("1+1=")

@@ -4,11 +4,10 @@ import html.parser
 import json
 
 import pytest
-from conftest import ROOT
 from report.runs_for_tests import NASTY, write_run
 
 from grpo.report.__main__ import main
-from grpo.report.page import SCRIPTS, build_page, embed
+from grpo.report.page import build_page, embed
 from grpo.report.read import before_and_after, read_run, reward_before_and_after
 from grpo.telemetry.records import append_line
 
@@ -28,9 +27,9 @@ def test_a_run_is_read_as_it_was_written(tmp_path):
     rows = {row["name"]: row for row in before_and_after(run)}
     assert rows["eval/greedy_accuracy"]["before"] == {"step": 0, "value": 0.25, "low": 0.175, "high": 0.343}
     assert rows["eval/mean_length"]["after"] == {"step": 12, "value": 18.0, "low": None, "high": None}, "none written"
-    assert rows["eval/truncated"]["is_rate"] and not rows["eval/rewards/bonus"]["is_rate"]
     sides = reward_before_and_after(run)  # each the mean of 6 steps
-    assert [sides[side]["value"] for side in ("before", "after")] == pytest.approx([0.35, 0.95])
+    assert sides["before"]["value"] == pytest.approx(0.35)
+    assert sides["after"]["value"] == pytest.approx(0.95)
 
 
 def test_a_run_is_complete_with_the_checkpoint_of_its_last_step(tmp_path):
@@ -101,10 +100,3 @@ def test_the_text_of_a_model_stays_text(tmp_path):
     assert shown[0]["samples"][1]["completion"] == f"it is 2 {NASTY}"
     assert shown[1]["name"] == NASTY + " (2)"
     assert embed("</script>&") == '"\\u003c/script\\u003e\\u0026"'
-
-
-def test_scripts_are_ascii_and_never_parse_text_as_html():
-    for name in SCRIPTS:
-        text = (ROOT / "grpo" / "report" / "template" / name).read_text(encoding="ascii")
-        for way in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "fetch(", "Function("):
-            assert way not in text, f"{way} in {name}"
