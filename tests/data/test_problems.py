@@ -250,14 +250,15 @@ EVERY_KEY = (
 
 
 def test_every_key_of_a_message_reaches_the_template():
-    tokenizer = with_template(EVERY_KEY)
     arrow = rows_of(datasets.Dataset.from_list([{"prompt": HISTORY}]), "dataset")  # every message has every key
+    tokenizer = with_template(EVERY_KEY)
     for prompt in (HISTORY, arrow[0]["prompt"]):
         problem = problem_of(prompt, tokenizer)
         text = tokenizer.decode(problem.prompt_ids)
         assert text == '(1+1?|alice||)(||plus||{"a": 1, "b": null})(2|add||c1)'
         assert [message["content"] for message in problem.reward_prompt] == ["1+1?", "", "2"]
-        assert problem.reward_prompt[2]["tool_call_id"] == "c1" and "weight" not in problem.reward_prompt[0]
+        assert problem.reward_prompt[2]["tool_call_id"] == "c1"
+        assert "weight" not in problem.reward_prompt[0]
 
 
 NO_SYSTEM = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
