@@ -1,16 +1,12 @@
 """Runs in which nothing can be learnt, rewards misbehave, services go away or the clock does: they go on, and say
 so."""
 
-import contextlib
-import os
-import signal
-import time
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import ROOT, load, save_random_model, small_run
-from harness import Started, run, tiny
+from harness import run
 from outputs import assert_same_weights, lines, weights
 
 from grpo.telemetry.samples import read_samples
@@ -46,20 +42,6 @@ def test_equal_groups_for_many_steps_move_nothing_but_weight_decay(capsys, tmp_p
         for _ in range(steps if tensor.dim() >= 2 else 0):
             expected.mul_(1 - lr * decay)
         assert torch.equal(after[name], expected), name
-
-
-def test_a_model_that_calls_no_tool(capsys, tmp_path, random_model):
-    options = [
-        "tools=[calculator]", f"reward.functions=['{ROOT}/tests/rewards_for_tests.py:constant']", "optim.max_steps=3",
-        "eval.before_training=false", "data.max_eval_samples=1",
-    ]  # fmt: skip
-    assert inside([*small_run(random_model, tmp_path / "run"), *options]) == 0
-    shown = capsys.readouterr().out
-    for line in lines(tmp_path / "run"):
-        assert line["tools/call_frequency"] == line["tools/calculator/calls"] == 0
-        assert line["tools/failure_frequency"] is None
-    assert "failed calls" not in shown
-    assert shown.count("\nhint: nobody called the tool: ") == shown.count("\nverdict   nobody called the tool: ") == 1
 
 
 def test_all_completions_truncated_and_masked(tmp_path):
@@ -123,10 +105,6 @@ def prints_megabytes(prompts, completions, **columns):
         sys.stdout.write("x" * 10_000 + chr(10))
     os.write(2, b"y" * 3_000_000)
     return [value(c) for c in completions]
-
-def unhurried(prompts, completions, **columns):
-    time.sleep(0.4)
-    return [value(c) for c in completions]
 """
 
 
@@ -147,28 +125,3 @@ def test_rewards_that_hang_kill_their_worker_and_print_megabytes(tmp_path, rando
         assert 0 < line["rewards/hangs_on_one/errors"] < 24
         assert 0 < line["rewards/kills_its_worker/errors"] < 24
         assert line["rewards/prints_megabytes/errors"] == 0 and line["grad_norm"] > 0
-
-
-@pytest.mark.slow
-def test_a_reward_worker_killed_from_outside(tmp_path, random_model):
-    """Its batch is scored again by a new one: the run is the same."""
-    (tmp_path / "bad.py").write_text(BAD_REWARDS)
-    options = [f"reward.functions=['{tmp_path}/bad.py:unhurried']"]
-    run(tmp_path / "straight", tiny(random_model, tmp_path / "straight", *options))
-    output = tmp_path / "run"
-    started = Started(output, tiny(random_model, output, *options))
-    started.wait_for("\nstep 2/")
-    time.sleep(0.3)
-    killed = 0
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            is_worker = b"grpo.workers.host" in (folder / "cmdline").read_bytes()
-            if is_worker and int((folder / "stat").read_text().rsplit(")")[-1].split()[1]) == started.process.pid:
-                os.kill(int(folder.name), signal.SIGKILL)
-                killed += 1
-    assert killed == 1
-    assert started.end() == 0
-    ours, theirs = lines(output), lines(tmp_path / "straight")
-    for line in (*ours, *theirs):
-        line.pop("rewards/unhurried/errors", None)
-    assert ours == theirs

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, run_trainer
+from conftest import ROOT
 from harness import Started, run
 from outputs import lines
 from vllm_server import vllm_command
@@ -119,10 +119,3 @@ def test_two_sharded_ranks_share_a_server_and_continue_when_it_was_killed(assets
     assert "has ended (exit code -9)" in error and f"see {output}/vllm.log" in error
     run(output, arguments, ranks=2, timeout=PATIENCE)
     check(output)
-
-
-def test_a_command_that_ends_is_one_line(assets, tmp_path):
-    more = [f"rollout.vllm_command={vllm_command('--no-such-option')}"]
-    done = run_trainer(*settings(assets, tmp_path / "run", *more), check=False, timeout=PATIENCE)
-    (line,) = (line for line in done.stderr.splitlines() if line.startswith("error: "))
-    assert "has ended (exit code 2)" in line and str(tmp_path / "run" / "vllm.log") in line

@@ -441,8 +441,7 @@ def test_humaneval_leaves_the_call_of_check_to_us():
         ["f(2) == 4"], ["assert (f(2) == 4, 'wrong')"],  # no assert; a tuple is always true
         ["assert f(2) =="], ["def test_f():\n    assert f(2) == 4"],  # pytest alone would call test_f
         ["def check(candidate):\n    assert candidate(2) == 4"],  # HumanEval without entry_point
-        [{"input": "1"}], [{"input": {"a": 1}, "output": "1"}], [{"input": "1", "output": "2", "type": "functional"}],
-        {"inputs": ["1"], "outputs": []}, {"inputs": "12", "outputs": "34"}, {"stdin": "1", "stdout": "2"},
+        [{"input": "1"}], [{"input": "1", "output": "2", "type": "functional"}], {"inputs": ["1"], "outputs": []},
         [PAIR, {"input": [1, 2], "output": 3, "fn_name": "add"}],
     ],
 )  # fmt: skip
@@ -487,9 +486,7 @@ def test_programs_are_judged_by_what_they_print(sandboxed):
         ("first\n```\nx = 1\n```\nbetter\n```py\nx = 2\n```\n", "x = 2\n"),
         ("````\nx = '```'\n````", "x = '```'\n"),
         ("1. So:\n   ```python\n   if x:\n       y = 1\n   ```\n", "if x:\n    y = 1\n"),
-        ("<think>```\nx = 1\n```</think>\nx = 2", "\nx = 2"),
         ('<think>print "No"</think>\n```python\nx = 1\n```', "x = 1\n"),
-        ("~~~~wrong~~~~\n```python\nx = 1\n```", "x = 1\n"),
         ("`` ` ```\n``` ", None),
         ("x" * 200_000, None),
     ],

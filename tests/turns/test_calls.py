@@ -105,23 +105,6 @@ def test_a_template_whose_calls_nobody_reads_is_refused(template):
     form.check(uses_tools=False, schemas=[])  # an environment that takes whole turns
 
 
-def test_a_template_without_calls_and_tools_gets_a_note():
-    (note,) = form_of(CHATML, "<|im_end|>", "auto").check(uses_tools=True, schemas=SCHEMAS)
-    assert "does not show the tools" in note
-
-
-BAD = [  # text, what is wrong with the call
-    ('<tool_call>{"name": </tool_call>', "not JSON"),
-    ('<tool_call>{"name": "now", "arguments": 3}</tool_call>', "not a JSON object"),
-]
-
-
-@pytest.mark.parametrize(("text", "reason"), BAD)
-def test_what_is_wrong_with_a_call(text, reason):
-    ((_, arguments),) = forms.read_tags(text, SCHEMAS)
-    assert isinstance(arguments, str) and reason in arguments
-
-
 @pytest.mark.parametrize(
     "text", ['{"name": "Bob", "age": 3}', '{"parameters": {}}', '{"name": "now", "parameters":', "[]", "3"]
 )

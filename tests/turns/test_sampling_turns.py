@@ -2,7 +2,8 @@
 
 import random
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections import Counter, defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -28,35 +29,38 @@ def problems_of(policy, *texts):
 class Answers:
     """Answers of 1 to 9 tokens that depend on the turn alone, for a number of turns; they arrive late, out of order."""
 
-    def __init__(self, T, most_turns=3, vocabulary=200, seconds=0.0):
-        self.T, self.most_turns, self.vocabulary, self.seconds = T, most_turns, vocabulary, seconds
-        self.turns, self.lengths = {}, {}
+    def __init__(self, T, vocabulary=200, seconds=0.0):
+        self.T = T
+        self.vocabulary = vocabulary
+        self.seconds = seconds
+        self.turns = defaultdict(list)
+        self.lengths = Counter()
         self.threads = ThreadPoolExecutor(8)
 
     def __call__(self, row, ids):
-        self.turns.setdefault(row, []).append(tuple(ids))
-        self.lengths[row] = self.lengths.get(row, 0) + len(ids)
-        rng = random.Random(hash((tuple(ids), len(self.turns[row]))))
-        answer = [rng.randrange(3, self.vocabulary) for _ in range(rng.randint(1, 9))]
-        if len(self.turns[row]) == self.most_turns or self.lengths[row] + len(answer) >= self.T:
+        turns = self.turns[row]
+        turns.append(tuple(ids))
+        rng = random.Random(hash((turns[-1], len(turns))))
+        length = rng.randint(1, 9)
+        answer = [rng.randrange(3, self.vocabulary) for _ in range(length)]
+        self.lengths[row] += len(ids) + length
+        if len(turns) == 3 or self.lengths[row] >= self.T:
             answer = None
-        else:
-            self.lengths[row] += len(answer)
-        if not self.seconds:
-            future = Future()
-            future.set_result(answer)
-            return future
-        return self.threads.submit(lambda: time.sleep(random.random() * self.seconds) or answer)
+        return self.threads.submit(self.late, answer)
+
+    def late(self, answer):
+        time.sleep(random.random() * self.seconds)
+        return answer
 
 
 def rows_of(groups):
     return [(c.ids, c.loss_mask, c.finished) for group in groups for c in group.completions]
 
 
-def sample(policy, problems, sampling=SAMPLING, fast_decode=True, **options):
+def sample(policy, problems, sampling=SAMPLING, **options):
     answers = Answers(sampling.max_completion_length, **options)
-    engine = BuiltinEngine(policy, fast_decode=fast_decode)
-    return engine.generate(problems, sampling, seed_key=SEED_KEY, replies=answers), answers
+    groups = BuiltinEngine(policy).generate(problems, sampling, seed_key=SEED_KEY, replies=answers)
+    return groups, answers
 
 
 def check_scores(policy, groups, tolerance=1e-4):
@@ -72,15 +76,16 @@ def check_scores(policy, groups, tolerance=1e-4):
     return batch
 
 
-@pytest.mark.parametrize("fast_decode", [True, False])
-def test_sampler_and_scorer_agree_over_three_turns(policy, fast_decode):
+def test_sampler_and_scorer_agree_over_three_turns(policy):
     sampling = replace(SAMPLING, max_completion_length=96)
-    groups, answers = sample(policy, problems_of(policy, *TEXTS), sampling, fast_decode=fast_decode)
-    completions = [c for group in groups for c in group.completions]
-    num_turns = [len(answers.turns[row]) for row in range(len(completions)) if row in answers.turns]
-    assert max(num_turns) == 3 and sum(n > 1 for n in num_turns) > 4
+    groups, answers = sample(policy, problems_of(policy, *TEXTS), sampling)
+    num_turns = [len(turns) for turns in answers.turns.values()]
+    assert max(num_turns) == 3
+    assert sum(n > 1 for n in num_turns) > 4
     check_scores(policy, groups)
-    for row, completion in enumerate(completions):  # what the engine sampled is what it gave to the tools
+    # What the engine sampled is what it gave to the tools.
+    completions = [c for group in groups for c in group.completions]
+    for row, completion in enumerate(completions):
         assert not completion.loss_mask or completion.loss_mask[-1]
         if completion.finished and row in answers.turns:
             assert completion.sampled_ids == sum(answers.turns[row], ())
@@ -142,20 +147,35 @@ def test_a_stop_string_in_an_answer_ends_no_turn(policy):
 def test_masks_of_a_conversation_by_hand():
     """Prompt 5 6; the model says 7 8, a tool 9 9 9, the model 4. Only 7 8 4 are scored, counted and trained."""
     mask = (True, True, False, False, False, True)
-    turns = Completion((7, 8, 9, 9, 9, 4), "", True, (-1.0, -2.0, 0.0, 0.0, 0.0, -3.0), loss_mask=mask)
+    logprobs = (-1.0, -2.0, 0.0, 0.0, 0.0, -3.0)
+    turns = Completion((7, 8, 9, 9, 9, 4), "", True, logprobs, loss_mask=mask)
     plain = Completion((7, 4), "", True, (-1.0, -1.0))
-    batch = collate([Group(Problem(0, "", (5, 6)), (turns, plain))], torch.tensor([[1.0, -1.0]]), pad_id=0)
+    group = Group(Problem(0, "", (5, 6)), (turns, plain))
+    batch = collate([group], torch.tensor([[1.0, -1.0]]), pad_id=0)
     assert batch.completion_mask_BT.tolist() == [list(mask), [True, True] + [False] * 4]
-    assert completion_lengths(batch.completion_mask_BT).tolist() == [6, 2] and batch.lengths_B.tolist() == [8, 4]
+    assert completion_lengths(batch.completion_mask_BT).tolist() == [6, 2]
+    assert batch.lengths_B.tolist() == [8, 4]
     assert turns.sampled_ids == (7, 8, 4)
     assert loss_denominator(batch.loss_mask_BT, aggregation="token_mean") == 5
+
     # reinforce: -A * logprob; a mean over the 3 sampled tokens, whatever stands at those of the tool
     logprobs_BT = torch.tensor(
-        [[-1.0, -2.0, 99.0, 99.0, 99.0, -3.0], [-1.0, -1.0, 0.0, 0.0, 0.0, 0.0]], requires_grad=True
+        [
+            [-1.0, -2.0, 99.0, 99.0, 99.0, -3.0],
+            [-1.0, -1.0, 0.0, 0.0, 0.0, 0.0],
+        ]
+    ).requires_grad_()
+    loss, _ = policy_loss(
+        logprobs_BT,
+        logprobs_BT.detach(),
+        batch.advantages_B,
+        batch.loss_mask_BT,
+        objective="reinforce",
+        aggregation="response_mean",
+        beta=0.0,
     )
-    options = dict(objective="reinforce", aggregation="response_mean", beta=0.0)
-    loss, _ = policy_loss(logprobs_BT, logprobs_BT.detach(), batch.advantages_B, batch.loss_mask_BT, **options)
     assert loss.item() == pytest.approx(2.0 - 1.0)
     loss.backward()
+    third = -1 / 3
+    assert logprobs_BT.grad[0].tolist() == pytest.approx([third, third, 0, 0, 0, third])
     assert (logprobs_BT.grad[~batch.completion_mask_BT] == 0).all()
-    assert logprobs_BT.grad[0].tolist() == pytest.approx([-1 / 3, -1 / 3, 0, 0, 0, -1 / 3])
