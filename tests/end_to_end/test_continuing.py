@@ -6,7 +6,6 @@ import re
 import shutil
 
 import pytest
-import torch
 from conftest import ROOT, run_trainer, small_run
 from outputs import lines, states, weights
 from safetensors.torch import save_file
@@ -43,23 +42,6 @@ def test_accepted_changes_of_the_optimizer_are_the_ones_used(run, tmp_path):
     assert [line["learning_rate"] for line in lines(tmp_path / "run")[4:]] == pytest.approx([2.75e-3, 1.75e-3, 0.75e-3])
     steps = {name: int(t) for name, t in states(tmp_path / "run" / "checkpoint-6").items() if name.endswith("/step")}
     assert set(steps.values()) == {3 + 6}
-
-
-@pytest.mark.slow
-def test_continued_under_accepted_changes_again_it_ends_with_the_same_bits(run, tmp_path):
-    changed = [
-        "optim.lr_scheduler_type=cosine", "optim.max_steps=5", "optim.learning_rate=2e-3",
-        "checkpoint.accept_changes=true",
-    ]  # fmt: skip
-    run("run", "optim.max_steps=2")
-    shutil.copytree(tmp_path / "run", tmp_path / "other")
-    run("run", *changed)
-    run("other", *changed)
-    for step in (4, 5):
-        shutil.rmtree(tmp_path / "other" / f"checkpoint-{step}")
-    run("other", *changed)
-    expected, found = (weights(tmp_path / name / "checkpoint-5") for name in ("run", "other"))
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
 @pytest.mark.slow
@@ -101,22 +83,6 @@ def test_a_branch_in_another_folder_has_its_own_best_and_its_own_wandb_run(run, 
     assert own["best"]["step"] == 3
     assert re.fullmatch(r"\w+", first["wandb_run_id"]) and own["wandb_run_id"] != first["wandb_run_id"]
     assert not (tmp_path / "branch" / "checkpoint-1").exists()
-
-
-@pytest.mark.slow
-def test_a_named_checkpoint_may_be_a_link_and_be_deleted_later(run, tmp_path):
-    linear = "optim.lr_scheduler_type=linear"
-    run("run", "optim.max_steps=2", linear)
-    (tmp_path / "best").symlink_to(tmp_path / "run" / "checkpoint-1")
-    again = ["optim.max_steps=4", linear, "checkpoint.keep=1", f"checkpoint.resume={tmp_path}/best"]
-    again += ["checkpoint.accept_changes=true"]
-    printed = run("run", *again)
-    assert (
-        "checkpoint-1 at step 1, learning rate 0.00075\n" in printed and "previous-1" in printed
-    )  # where the second step of before is now
-    assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-4"]
-    assert "already complete" in run("run", *again)
-    assert run("other", *again, code=2) == ""
 
 
 @pytest.mark.slow

@@ -30,23 +30,25 @@ def test_every_preset_trains(tmp_path, random_model, preset):
 
 
 @pytest.mark.parametrize(
-    ("reward", "ranks"),
-    [("raises", 2), *(pytest.param(*p, marks=pytest.mark.slow) for p in (("raises", 1), ("wrong_length", 2)))],
+    ("reward", "message"),
+    [("raises", "RuntimeError: this reward is broken"), ("wrong_length", "returned 1 values for ")],
 )
-def test_a_broken_reward_stops_all_ranks_with_its_name(tmp_path, random_model, reward, ranks):
+def test_a_broken_reward_stops_all_ranks_with_its_name(tmp_path, random_model, reward, message):
     done = run_trainer(
         *small_run(random_model, tmp_path / "run"),
         f"reward.functions=['{ROOT}/tests/rewards_for_tests.py:{reward}']",
         "eval.before_training=false",
-        ranks=ranks,
+        "data.max_eval_samples=1",
+        ranks=2,
         timeout=90,
         check=False,
     )
     assert done.returncode not in (0, None)
-    assert f"'{reward}'" in done.stderr
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert all("RuntimeError: this reward is broken" in line for line in errors) == (reward == "raises")
-    assert done.stderr.count("Traceback") == (ranks if reward == "raises" else 0), "that of the function, once"
+    assert errors
+    for error in errors:
+        assert f"'{reward}'" in error
+        assert message in error
 
 
 def test_a_reward_that_gives_no_value_leaves_the_others_in_the_sum():
@@ -70,24 +72,8 @@ def test_a_reward_that_scored_nothing_has_no_mean():
     assert json_safe(reward_metrics(["none"], values_PGF[..., 1:], values_PGF[..., 1]))["reward"] is None
 
 
-@pytest.mark.slow
-def test_bf16_and_masking_and_minibatches(tmp_path, random_model):
-    run_trainer(
-        *small_run(random_model, tmp_path / "run"),
-        "runtime.precision=bf16",
-        "algorithm.mask_truncated_completions=true",
-        "algorithm.num_minibatches=3",
-        "rollout.tokens_in_flight=200",
-        "optim.max_steps=2",
-    )
-    line = lines(tmp_path / "run")[1]
-    assert 0 < line["completions/clipped_ratio"] < 1
-    assert 0 < line["sampling/logprob_difference"] < 0.1
-    assert {tensor.dtype for tensor in weights(tmp_path / "run" / "checkpoint-2").values()} == {torch.float32}
-
-
 def test_debug_shows_and_checks(tmp_path, random_model):
-    done = run_trainer(*small_run(random_model, tmp_path / "run"), "--debug")
+    done = run_trainer(*small_run(random_model, tmp_path / "run"), "--debug", "eval.before_training=false")
     for text in (
         "sequence_ids_BS", "int64", "cpu", "completion 0:", "advantage ", "<|im_start|>user",
         "checked   all values are finite\n",
@@ -99,6 +85,3 @@ def test_debug_shows_and_checks(tmp_path, random_model):
         assert text in done.stdout
     assert not list((tmp_path / "run-debug").glob("checkpoint-*"))
     assert not (tmp_path / "run").exists()
-    twice = run_trainer(*small_run(random_model, tmp_path / "run"), "--debug", ranks=2, check=False)
-    assert twice.returncode != 0
-    assert "--debug is single-process" in twice.stderr
