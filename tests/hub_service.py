@@ -33,7 +33,8 @@ class Handler(BaseHTTPRequestHandler):
         if kind not in ("datasets", "models"):
             kind, rest = "models", [kind, *rest]  # /me/model/resolve/...: models have no prefix there
         folder = self.root / kind / "/".join(rest[:2])
-        verb, inside = (rest[2] if len(rest) > 2 else ""), "/".join(rest[4:])
+        verb = rest[2] if len(rest) > 2 else ""
+        inside = "/".join(rest[4:])
         if len(rest) < 2 or not folder.is_dir():
             return self.send(404, b"{}", {"X-Error-Code": "RepoNotFound"})
         if not api:

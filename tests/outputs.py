@@ -39,7 +39,8 @@ def states(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 def assert_same_weights(one: Path, other: Path) -> None:
     """Tolerance 0."""
-    first, second = weights(one), weights(other)
+    first = weights(one)
+    second = weights(other)
     assert first.keys() == second.keys()
     for name, tensor in first.items():
         assert torch.equal(tensor, second[name]), name

@@ -120,7 +120,8 @@ class Forked:
         folder=ROOT,
     ) -> None:
         context = _server()
-        self._single, self.returncode = ranks is None, None
+        self._single = ranks is None
+        self.returncode = None
         self._told: float | None = None
         shared: dict[str, str] = {}
         if ranks is not None:

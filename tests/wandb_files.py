@@ -13,7 +13,8 @@ def log_records(data: bytes) -> Iterator[bytes]:
         if left < 7:
             position += left
             continue
-        length, kind = int.from_bytes(data[position + 4 : position + 6], "little"), data[position + 6]
+        length = int.from_bytes(data[position + 4 : position + 6], "little")
+        kind = data[position + 6]
         parts.append(data[position + 7 : position + 7 + length])
         position += 7 + length
         if kind in (1, 4):  # a whole record, or the last part of one

@@ -13,7 +13,8 @@ class Service:
     ``dead`` (takes no connection, drops those that are open)."""
 
     def __init__(self, mood: str):
-        self.mood, self.lines = mood, []
+        self.mood = mood
+        self.lines = []
         service = self
 
         class Handler(http.server.BaseHTTPRequestHandler):

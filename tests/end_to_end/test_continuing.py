@@ -125,7 +125,9 @@ def test_never_starts_afresh_but_not_when_torchrun_restarts_it(random_model, tmp
 
 def test_another_reward_file_or_model_in_the_same_place_is_refused(run, tmp_path, capfd, random_model):
     """The settings name the same files; what these hold is compared too."""
-    reward, model, saves = tmp_path / "mine.py", tmp_path / "model", ["checkpoint.save_steps=1", "optim.max_steps=2"]
+    reward = tmp_path / "mine.py"
+    model = tmp_path / "model"
+    saves = ["checkpoint.save_steps=1", "optim.max_steps=2"]
     text = "def mine(prompts, completions, **columns):\n    return [float(len(c) % 3) for c in completions]\n"
     reward.write_text(text)
     shutil.copytree(random_model, model)
@@ -156,7 +158,8 @@ def test_another_reward_file_or_model_in_the_same_place_is_refused(run, tmp_path
 
 def test_of_a_large_file_blocks_are_read(tmp_path):
     """The first and the last MiB are among them, and the size counts."""
-    path, megabytes = tmp_path / "model.safetensors", 100
+    path = tmp_path / "model.safetensors"
+    megabytes = 100
     with open(path, "wb") as file:
         file.truncate(megabytes * 2**20)
     found = {digest(path)}

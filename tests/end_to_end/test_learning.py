@@ -22,7 +22,8 @@ def test_the_tiny_run_learns(tmp_path, seed):
     for label in ("before", "after", "greedy accuracy", "mean@8", "pass@8", "format"):
         assert label in done.stdout
     folder = tmp_path / "run" / f"checkpoint-{after['step']}"
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     text = tokenizer.apply_chat_template(
         [{"role": "user", "content": "47+35="}], tokenize=False, add_generation_prompt=True
     )

@@ -25,7 +25,8 @@ def test_every_preset_trains(tmp_path, random_model, preset):
         assert line["skipped_updates"] == 0
         assert ("kl" in line) == (preset == "grpo")
         assert ("rewards/soft_overlong/mean" in line) == (preset == "dapo")
-    before, after = weights(random_model), weights(tmp_path / "run" / "checkpoint-2")
+    before = weights(random_model)
+    after = weights(tmp_path / "run" / "checkpoint-2")
     assert any(not torch.equal(tensor, before[name]) for name, tensor in after.items())
 
 

@@ -14,11 +14,6 @@ from outputs import assert_same_weights, lines, states
 
 from grpo.telemetry.samples import read_samples
 
-HUGE_REWARD = """
-def huge(prompts, completions, **columns):
-    return [3e38 * (len(text) % 2) for text in completions]
-"""
-
 
 @pytest.mark.slow
 def test_continued_from_an_earlier_checkpoint_a_run_keeps_what_it_saves(tmp_path, random_model):
@@ -36,12 +31,13 @@ def test_continued_from_an_earlier_checkpoint_a_run_keeps_what_it_saves(tmp_path
 
 
 def test_a_gradient_that_is_not_finite_leaves_the_weights_alone(tmp_path, random_model):
-    (tmp_path / "huge.py").write_text(HUGE_REWARD)
     arguments = [
-        f"reward.functions=['{tmp_path}/huge.py:huge']", "algorithm.scale=none", "optim.max_steps=2",
+        f"reward.functions=['{ROOT}/tests/rewards_for_tests.py:huge']",
+        "algorithm.scale=none",
+        "optim.max_steps=2",
         "eval.before_training=false",
         "optim.weight_decay=0.1",
-    ]  # fmt: skip
+    ]
     done = run_trainer(*small_run(random_model, tmp_path / "run"), *arguments, ranks=2)
     assert done.stdout.count("warning: a gradient is not finite") == 2
     assert_same_weights(random_model, tmp_path / "run" / "checkpoint-2")

@@ -30,10 +30,13 @@ class Started:
     """
 
     def __init__(self, output: Path, arguments, *, ranks=1, fault="", env=None, launcher=False, torchrun=None):
-        self.output, self.log = Path(output), Path(f"{output}.log")
-        environment, script = environment_of_runs(env), ROOT / "train_grpo.py"
+        self.output = Path(output)
+        self.log = Path(f"{output}.log")
+        environment = environment_of_runs(env)
+        script = ROOT / "train_grpo.py"
         if fault or "GRPO_TRACE" in environment:
-            script, environment["GRPO_FAULT"] = FAULTY, fault
+            script = FAULTY
+            environment["GRPO_FAULT"] = fault
         arguments = [*map(str, arguments)]
         self.began = time.monotonic()
         self.start = self.log.stat().st_size if self.log.exists() else 0
@@ -130,7 +133,8 @@ def tiny(model: Path, output: Path, *more: str, steps: int = 6, problems: int = 
 
 def bits(output: Path, step: int) -> dict[str, str]:
     """SHA-256 of the file of weights, and of all tensors of the optimizer and of a reference that moves."""
-    folder, tensors = output / f"checkpoint-{step}", hashlib.sha256()
+    folder = output / f"checkpoint-{step}"
+    tensors = hashlib.sha256()
     for name, tensor in sorted(states(folder).items()):
         tensors.update(name.encode() + tensor.numpy().tobytes())
     files = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.glob("*.safetensors")}

@@ -91,7 +91,8 @@ def test_the_folder_vanishes(tmp_path, random_model, straight):
 
 @pytest.mark.parametrize("how", ["flipped", pytest.param("cut", marks=pytest.mark.slow)])
 def test_a_damaged_newest_checkpoint_costs_its_steps_only(capsys, tmp_path, random_model, straight, how):
-    output, saves = tmp_path / "run", ["checkpoint.save_steps=1", "checkpoint.keep=3"]
+    output = tmp_path / "run"
+    saves = ["checkpoint.save_steps=1", "checkpoint.keep=3"]
     assert inside(output, random_model, *saves) == 0
     shutil.rmtree(output / f"checkpoint-{STEPS}")
     states_file = output / "checkpoint-5" / "trainer" / "states" / "__0_0.distcp"
@@ -125,7 +126,8 @@ def test_what_a_power_cut_leaves_in_other_files_stops_nothing(tmp_path, random_m
 @pytest.mark.slow
 def test_best_by_an_evaluation_is_kept(tmp_path, random_model):
     """Evaluated every step; whatever comes later, the best one's folder stays, also over a restart."""
-    output, options = tmp_path / "run", ["eval.every=1", "checkpoint.keep_best=eval/mean_length", "checkpoint.keep=1"]
+    output = tmp_path / "run"
+    options = ["eval.every=1", "checkpoint.keep_best=eval/mean_length", "checkpoint.keep=1"]
     options += ["eval.before_training=false", "checkpoint.accept_changes=true", "optim.lr_scheduler_type=constant"]
     for steps in (4, STEPS):
         assert inside(output, random_model, *options, f"optim.max_steps={steps}") == 0

@@ -22,7 +22,8 @@ def straight(tmp_path_factory, random_model):
 @pytest.mark.slow
 def test_torchrun_restarts_a_killed_rank(tmp_path, random_model, straight):
     """``kill -9`` during a save: one command, the same bits."""
-    output, fault = tmp_path / "run", f"rank=0 step=3 place=save do=kill once={tmp_path}/once"
+    output = tmp_path / "run"
+    fault = f"rank=0 step=3 place=save do=kill once={tmp_path}/once"
     arguments = tiny(random_model, output, *SAVES)
     done = run(output, arguments, ranks=2, torchrun=["--max-restarts=1"], fault=fault)
     printed = done.text()
@@ -48,7 +49,8 @@ def test_a_killed_rank_ends_the_run_and_the_same_command_continues(tmp_path, ran
 @pytest.mark.parametrize("place", ["rollout", "forward"])
 def test_out_of_memory_on_one_rank(tmp_path, random_model, straight, place):
     """Named, by that rank; the state before the step is saved, though it was not time to."""
-    output, fault = tmp_path / "run", f"rank=1 step=3 place={place} do=oom once={tmp_path}/once"
+    output = tmp_path / "run"
+    fault = f"rank=1 step=3 place={place} do=oom once={tmp_path}/once"
     arguments = tiny(random_model, output, *SAVES)
     started = Started(output, arguments, ranks=2, fault=fault)
     assert started.end() == 1
@@ -85,7 +87,8 @@ def test_a_rank_that_hangs(tmp_path, random_model, straight, place):
 @pytest.mark.slow
 def test_a_gradient_that_is_not_finite_on_one_rank(tmp_path, random_model):
     """All ranks leave that update out, and the run goes on."""
-    output, fault = tmp_path / "run", f"rank=1 step=3 place=backward do=nan once={tmp_path}/once"
+    output = tmp_path / "run"
+    fault = f"rank=1 step=3 place=backward do=nan once={tmp_path}/once"
     options = ["checkpoint.save_steps=1", "checkpoint.keep=99", "optim.lr_scheduler_type=constant"]
     done = run(output, tiny(random_model, output, *options), ranks=2, fault=fault)
     assert done.text().count("warning: a gradient is not finite") == 1

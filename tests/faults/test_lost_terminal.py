@@ -36,11 +36,13 @@ def read_until(master: int, text: bytes) -> None:
 def test_a_closed_terminal_costs_the_current_step_only(tmp_path, random_model, what):
     """Every write to a closed terminal is an EIO error; what ends the run is a signal, or an error that cannot be
     printed."""
-    reward, output = tmp_path / "later.py", tmp_path / "run"
+    reward = tmp_path / "later.py"
+    output = tmp_path / "run"
     reward.write_text(FAILS_LATER)
     settings = [f"reward.functions=['{reward}:fails_later']", "eval.before_training=false", "data.max_eval_samples=1"]
     master, slave = pty.openpty()
-    terminal, environment = os.ttyname(slave), environment_of_runs()
+    terminal = os.ttyname(slave)
+    environment = environment_of_runs()
     arguments = tiny(random_model, output, *settings)
     started = Forked(ROOT / "train_grpo.py", arguments, ranks=None, env=environment, stdout=terminal, stderr=terminal)
     try:

@@ -19,8 +19,10 @@ def inside(arguments) -> int:
 
 def test_equal_groups_for_many_steps_move_nothing_but_weight_decay(capsys, tmp_path, random_model):
     """Adam's step is exactly 0; each matrix shrinks by the factor 1 - lr * decay a step, norms stay. The hint is given
-    at the third step and in the verdict; what no token has is in no line."""
-    steps, lr, decay = 6, 1e-3, 0.1
+    at the third step and in the verdict."""
+    steps = 6
+    lr = 1e-3
+    decay = 0.1
     options = [
         f"reward.functions=['{ROOT}/tests/rewards_for_tests.py:constant']", "algorithm.beta=0",
         f"optim.max_steps={steps}", f"optim.weight_decay={decay}", "eval.before_training=false",

@@ -44,7 +44,8 @@ def poison_tensors(states, thing) -> None:
 @pytest.mark.parametrize("poison", [poison_description, poison_entry, poison_tensors])
 def test_a_poisoned_pickle_in_a_checkpoint_runs_no_code(capsys, tmp_path, random_model, poison):
     """The attacker makes a manifest that is right."""
-    output, options = tmp_path / "run", ["algorithm.ref_sync_steps=2", "optim.warmup_steps=0"]
+    output = tmp_path / "run"
+    options = ["algorithm.ref_sync_steps=2", "optim.warmup_steps=0"]
     assert start(random_model, output, *options, "optim.max_steps=2") == 0
     poisoned = output / "checkpoint-2"
     poison(poisoned / "trainer" / "states", Poison(tmp_path / "poisoned"))
@@ -72,7 +73,8 @@ def test_code_beside_a_model_is_not_run_unless_asked(tmp_path, random_model):
     config = json.loads((model / "config.json").read_text())
     config |= {"model_type": "evil", "auto_map": {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"}}
     (model / "config.json").write_text(json.dumps(config))
-    arguments, env = tiny(model, tmp_path / "run"), environment_of_runs()
+    arguments = tiny(model, tmp_path / "run")
+    env = environment_of_runs()
     done = run_forked(ROOT / "train_grpo.py", arguments, timeout=120, env=env, stdin="y\n")
     assert done.returncode == 2
     assert f"error: {model} cannot be loaded: The repository" in done.stderr

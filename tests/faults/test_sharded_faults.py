@@ -22,7 +22,8 @@ def fails(output, arguments, fault: str, says: str) -> str:
 @pytest.mark.slow
 def test_no_fault_in_a_save_changes_how_the_run_ends(tmp_path):
     model = save_random_model(tmp_path / "model", tie_word_embeddings=True)
-    undisturbed, output = tmp_path / "undisturbed", tmp_path / "run"
+    undisturbed = tmp_path / "undisturbed"
+    output = tmp_path / "run"
     run(undisturbed, tiny(model, undisturbed, *OPTIONS, steps=STEPS), ranks=2)
     arguments = tiny(model, output, *OPTIONS, steps=STEPS)
 

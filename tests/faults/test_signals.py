@@ -13,7 +13,8 @@ STEPS = 6
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory, random_model):
     """``ranks -> output`` of runs that nothing happened to."""
-    folder, outputs = tmp_path_factory.mktemp("uninterrupted"), {}
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    outputs = {}
 
     def of(ranks: int):
         if ranks not in outputs:

@@ -31,7 +31,8 @@ def arguments(model, output, *more: str) -> list[str]:
 @pytest.fixture(scope="module")
 def without(tmp_path_factory, random_model):
     """``ranks -> output`` of runs without wandb."""
-    folder, outputs = tmp_path_factory.mktemp("without"), {}
+    folder = tmp_path_factory.mktemp("without")
+    outputs = {}
 
     def of(ranks: int):
         if ranks not in outputs:

@@ -128,7 +128,7 @@ def test_objects_names_and_a_second_call(random_model, tmp_path, capsys):
     assert "already complete" in capsys.readouterr().out
     with pytest.raises(ConfigError, match=r"reward\.functions"):
         train(options, reward_functions=rewards[1:], dataset=ROWS, eval_dataset=ROWS[:3])
-    with pytest.raises(ConfigError, match=r"rows of data\.dataset"):
+    with pytest.raises(ConfigError, match="content of the training rows"):
         train(options, reward_functions=rewards, dataset=ROWS[1:], eval_dataset=ROWS[:3])
     assert process_state() == before
     assert children() == processes
@@ -170,7 +170,8 @@ def test_the_run_is_that_of_the_command_and_other_commands_say_what_they_lack(ra
     ],
 )  # fmt: skip
 def test_mistakes_are_value_errors_and_leave_nothing(arguments, message, tmp_path, random_model):
-    before, processes = process_state(), children()
+    before = process_state()
+    processes = children()
     given = dict(config=settings(random_model, tmp_path / "run"), dataset=ROWS) | arguments
     with pytest.raises(ValueError) as error:
         train(given.pop("config"), **given)
@@ -304,7 +305,8 @@ for seed in (0, 1):
 @pytest.mark.slow
 def test_two_ranks_and_one_of_a_script_in_another_folder(random_model, tmp_path):
     """Under torchrun and alone, twice in one process."""
-    script, options = tmp_path / "script.py", settings(str(random_model), "set below")
+    script = tmp_path / "script.py"
+    options = settings(str(random_model), "set below")
     script.write_text(SCRIPT % options)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     environment = environment_of_runs({"PYTHONPATH": str(ROOT)})

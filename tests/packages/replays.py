@@ -133,7 +133,8 @@ def _turns(row: dict) -> list[tuple[str, str | None, bool]]:
             said = tokenizer.decode([id for id in ids if id not in silent])
             turns.append([said, None, is_finished])
         else:
-            before, after = "\n<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"
+            before = "\n<|im_start|>user\n"
+            after = "<|im_end|>\n<|im_start|>assistant\n"
             assert text.startswith(before) and text.endswith(after)
             turns[-1][1] = text.removeprefix(before).removesuffix(after)
     return [tuple(turn) for turn in turns]

@@ -129,7 +129,8 @@ def test_exact_or_stripped():
 
 
 def test_pattern_answer_reads_a_group_of_a_whole_match():
-    reward, pattern = load_reward("pattern_answer"), r"<t>.*</t> <answer>\D*(?P<answer>\d[\d,.]*)?\D*</answer>"
+    reward = load_reward("pattern_answer")
+    pattern = r"<t>.*</t> <answer>\D*(?P<answer>\d[\d,.]*)?\D*</answer>"
     texts = {
         "<t>x</t> <answer>It is 10 pears</answer>": 1.0,
         "<t>x</t>\n <answer>10</answer>": 0.0,
@@ -192,7 +193,8 @@ WRONG = [
 
 def test_math_verify_reads_the_answer_and_never_the_thinking():
     pytest.importorskip("math_verify")
-    texts, reward = [*RIGHT, *WRONG, "30"], load_reward("math_verify")
+    texts = [*RIGHT, *WRONG, "30"]
+    reward = load_reward("math_verify")
     scores = reward([""] * len(texts), texts, answer=["30"] * (len(texts) - 1) + [None], value=2.0)
     assert scores == [2.0] * len(RIGHT) + [0.0] * len(WRONG) + [None]
     texts = ["<r>30</r> 31", "30", "<answer>30</answer>", "<think><r>30</r></think>", "<r>30"]

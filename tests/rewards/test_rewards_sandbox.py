@@ -89,7 +89,8 @@ def test_through_the_runner(sandboxed):
     spec = RewardSpec("python_tests", 1.0, {"total_seconds": 0.5})
     with RewardRunner([spec], timeout_s=10.0) as runner:
         runner.check(["tests"])
-        hang, right = "while True: pass", "def f(): return 1"
+        hang = "while True: pass"
+        right = "def f(): return 1"
         texts = [right, hang, "import os\nos._exit(0)", "import sys\nsys.exit(0)", "def f(:"]
         result = runner.score([""] * 5, texts, {"tests": [["assert f() == 1"]] * 5})
     # Code that hangs scores 0: it is the policy's fault.
@@ -306,7 +307,8 @@ time.sleep(0.05)
 
 
 def test_a_driver_that_fails_while_the_code_runs_is_a_failed_test():
-    passed, error = {"status": "passed", "output": ""}, {"error": "OSError: no memory"}
+    passed = {"status": "passed", "output": ""}
+    error = {"error": "OSError: no memory"}
     results = _results([{"missing": []}, passed, error], 3, False)
     assert [result.status for result in results] == ["passed", "failed", "failed"]
     for before_the_code in ([], [error], [{"missing": []}, error]):
@@ -405,7 +407,8 @@ def test_a_missing_layer_is_an_error_unless_allow_unsandboxed(tmp_path, monkeypa
 
 PAIR = {"input": "1 2", "output": "3"}
 CALL_OF_ADD = {"function": "add", "input": "[1, 2]", "output": "[3]"}
-LOOP, RAISES = "for x in range(3):\n    assert f(x)", "if f(2) != 4: raise ValueError"
+LOOP = "for x in range(3):\n    assert f(x)"
+RAISES = "if f(2) != 4: raise ValueError"
 LIVE_CODE_BENCH = {"input": "1\n2\n", "output": "3", "testtype": "functional", "metadata": {"func_name": "add"}}
 
 
@@ -446,7 +449,8 @@ def test_humaneval_leaves_the_call_of_check_to_us():
     ],
 )  # fmt: skip
 def test_any_other_test_is_refused_at_the_start(given):
-    rows, spec = [{"tests": [PAIR]}, {"tests": given}], RewardSpec("python_tests")
+    rows = [{"tests": [PAIR]}, {"tests": given}]
+    spec = RewardSpec("python_tests")
     with pytest.raises(ValueError, match=r"^FILE, line 2, column tests: .* is no test that can be read") as caught:
         check_rows([spec], rows, "FILE", ["line 1", "line 2"])
     assert "\n" not in str(caught.value)

@@ -110,7 +110,8 @@ def test_kernels_without_fp32_are_compared_in_the_runs_precision():
 
     AttentionInterface.register("bf16_alone", sdpa_attention_forward)
     AttentionMaskInterface.register("bf16_alone", sdpa_mask)
-    right, wrong = policy_of("qwen2", SIZES), policy_of("recurrent_gemma", REFUSED["recurrent_gemma"])
+    right = policy_of("qwen2", SIZES)
+    wrong = policy_of("recurrent_gemma", REFUSED["recurrent_gemma"])
     for policy in (right, wrong):
         policy.precision = "bf16"
         policy.model.config._attn_implementation = "bf16_alone"

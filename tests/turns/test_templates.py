@@ -84,7 +84,8 @@ def form_of(template, end, tools_format="tags"):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_answer_of_each_family_of_templates(family):
     template, end, after_tools, after_user = FAMILIES[family]
-    form, last_id = form_of(template, end), None
+    form = form_of(template, end)
+    last_id = None
     (last_id,) = form.eos_ids
     results = [{"role": "tool", "name": "f", "content": text} for text in "78"]
     for expected, messages in ((after_tools, results), (after_user, [{"role": "user", "content": "go"}])):
@@ -124,7 +125,8 @@ def test_results_of_tools_have_the_template_that_prompts_with_tools_have():
     form = form_of({"default": CHATML, "tool_use": QWEN}, "<|im_end|>")
     schema = {"type": "function", "function": {"name": "f", "parameters": {"properties": {}}}}
     assert form.check(uses_tools=True, schemas=[schema]) == []
-    tool_use, default = FAMILIES["qwen"][2], FAMILIES["chatml"][3]
+    tool_use = FAMILIES["qwen"][2]
+    default = FAMILIES["chatml"][3]
     results = [{"role": "tool", "name": "f", "content": content} for content in "78"]
     assert form.tokenizer.decode(form.answer(results, form.eos_ids[-1], 99)) == tool_use
     assert form.tokenizer.decode(form.answer([{"role": "user", "content": "go"}], form.eos_ids[-1], 99)) == default

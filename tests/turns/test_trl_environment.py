@@ -49,14 +49,16 @@ def without_text(messages):
 
 def test_the_same_tokens_make_the_same_conversation(random_model):
     recorded = json.loads((HERE / "trl_conversations.json").read_text())
-    policy, records = load(random_model), recorded["completions"]
+    policy = load(random_model)
+    records = recorded["completions"]
     policy.tokenizer = build_tokenizer()
     config = load_config([
         f"environment={HERE}/trl_environment.py:Pantry", f"rollout.max_turns={recorded['max_tool_calling_iterations'] + 1}",
         "data.dataset=rows.jsonl", "data.max_prompt_length=2000",
     ])  # fmt: skip
     tools = Tools(config).load()
-    G, T = len(records) // 2, recorded["max_completion_length"]
+    G = len(records) // 2
+    T = recorded["max_completion_length"]
     of_problem = [record["row"] for record in records[::G]]
     columns = [{name: value for name, value in row.items() if name != "prompt"} for row in of_problem]
     rows = Rows("rows", [row["prompt"] for row in of_problem], columns)

@@ -48,7 +48,8 @@ class Runs(dict):
 
     def __init__(self, folder, model):
         super().__init__()
-        self.folder, self.model = folder, model
+        self.folder = folder
+        self.model = model
 
     def __missing__(self, ranks):
         self[ranks] = self.folder / str(ranks)
