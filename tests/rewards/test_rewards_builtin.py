@@ -1,7 +1,6 @@
 """The built-in rewards and the helpers under them, with values worked by hand."""
 
 import sys
-import time
 from fractions import Fraction
 
 import pytest
@@ -53,19 +52,6 @@ def test_the_default_format_needs_each_tag_once():
     assert not has_format("<think><think>a</think><answer>4</answer>")
     assert not has_format("<answer>4</answer><think>a</think>")
     assert has_format("<r>\n1\n</r>", r"<r>.*</r>") and not has_format("a<r>1</r>", r"<r>.*</r>")
-
-
-@pytest.mark.parametrize(
-    "unit",
-    ["1,", "111,", "-", "<think></think>", " ", "\\$", "1{,}000", "</answer> "],
-)
-def test_long_texts_are_read_in_linear_time(unit):
-    text = unit * (100_000 // len(unit))
-    start = time.perf_counter()
-    for variant in (text, f"<think>{text}</think><answer>{text}</answer>x"):
-        extract_answer(variant), extract_answer(variant, "lenient"), has_format(variant)
-        answers_equal(variant, "5"), load_reward("tag_groups")([""], [variant])
-    assert time.perf_counter() - start < 20  # about 0.1 s on an idle core; a quadratic pattern takes minutes
 
 
 def test_completion_text_of_both_kinds():

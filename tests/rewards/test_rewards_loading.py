@@ -6,7 +6,7 @@ import pytest
 
 from grpo.rewards import load_reward
 from grpo.rewards.calls import Logged, TrainerState, call_reward
-from grpo.rewards.functions import check_arguments, unique_names
+from grpo.rewards.functions import check_arguments
 
 
 @pytest.fixture
@@ -79,8 +79,3 @@ def test_args_of_a_configuration_win_over_columns():
     columns = {name: ["from the column"] for name in names}
     expected = (2.0, ["from the column"], 3, ["completion_ids", "more", "prompts"])
     assert call_reward(mine, {"scale": 2.0}, columns, Logged(1), TrainerState(3)) == expected
-
-
-def test_names_in_metrics():
-    specs = ["accuracy", "some/path/mine.py:fn", "package.module:fn"]
-    assert unique_names(specs) == ["accuracy", "fn", "fn_2"]

@@ -53,11 +53,6 @@ def is_best(prompts, completions, calls=None, **kwargs):  # 1 for the largest nu
         best[prompt] = max(best.get(prompt, 0), number)
     return [float(number == best[prompt]) for prompt, number in zip(prompts, numbers)]
 
-async def is_best_async(prompts, completions, calls, **kwargs):
-    scores = is_best(prompts, completions, calls)
-    await waits_for_another(completions)
-    return scores
-
 def where(completions, **kwargs):
     assert threading.current_thread() is threading.main_thread()
     return [float("torch" in sys.modules)] * len(completions)
@@ -197,16 +192,6 @@ def test_a_failed_batch_is_called_group_by_group_and_says_so(path, caplog, tmp_p
             result = runner.score(["p", "p", "q", "q"], ["1", "all", "2", "1"], {})
             assert column(result) == [0.0, 1.0, 1.0, 0.0] and result.failures == [0]
             assert caplog.text.count("WARNING") == times
-
-
-def test_a_failed_batch_of_an_async_reward_is_called_group_by_group_at_once(run, tmp_path):
-    """The first call raises. A group returns only when the other has started: one by one, the first would time out."""
-    calls = tmp_path / "calls"
-    prompts = ["p", "p", "q", "q"]
-    args = {"calls": str(calls)}
-    result = run("is_best_async", ["1", "all", "2", "1"], args=args, prompts=prompts, timeout_s=5.0)
-    assert column(result) == [0.0, 1.0, 1.0, 0.0]
-    assert calls.read_text().splitlines() == ["1 all 2 1", "1 all", "2 1"]
 
 
 @pytest.mark.slow
