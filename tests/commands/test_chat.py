@@ -5,9 +5,10 @@ import re
 import shutil
 
 import pytest
-from conftest import ROOT, run_trainer, small_run
+from conftest import ROOT, small_run
 
 from grpo.commands.chat import main
+from train_grpo import main as train
 
 SAMPLE = ("--prompt", "2+2=", "--samples", "3")
 SHORT = "rollout.max_completion_length=12"
@@ -16,7 +17,8 @@ SHORT = "rollout.max_completion_length=12"
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory, random_model):
     folder = tmp_path_factory.mktemp("chat") / "run"
-    run_trainer(*small_run(random_model, folder), "optim.max_steps=1", "eval.before_training=false")
+    few = ["optim.max_steps=1", "eval.before_training=false", "data.max_eval_samples=1"]
+    assert train([*small_run(random_model, folder), *few]) == 0
     return folder / "checkpoint-1"
 
 
