@@ -50,7 +50,7 @@ class GuessTheNumber:
     def step(self, action):
         done, info = self.game.step(action)
         rewards, _ = self.game.close()
-        return self.observe(), rewards[0] if done else 0.0, done, info
+        return self.observe(), rewards[0] if done else 0.0, done, False, info
 
 
 class TicTacToe(GuessTheNumber):
@@ -68,7 +68,7 @@ class TicTacToe(GuessTheNumber):
             free = [cell for cell in range(9) if not board[cell // 3][cell % 3]]
             done, info = self.game.step(f"[{random.choice(free)}]")
         rewards, _ = self.game.close()
-        return self.observe(), rewards[0] if done else 0.0, done, info
+        return self.observe(), rewards[0] if done else 0.0, done, False, info
 
 
 class Blackjack:
