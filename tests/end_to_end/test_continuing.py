@@ -20,7 +20,12 @@ def run(random_model, tmp_path, capfd):
 
     def train(folder: str, *options: str, code: int = 0) -> str:
         capfd.readouterr()
-        settings = ["data.max_eval_samples=2", "checkpoint.save_steps=1", "checkpoint.keep=9", "algorithm.beta=0"]
+        settings = [
+            "data.max_eval_samples=2",
+            "checkpoint.save_steps=1",
+            "checkpoint.keep=9",
+            "algorithm.beta=0",
+        ]
         assert main([*small_run(random_model, tmp_path / folder), *settings, *options]) == code
         return capfd.readouterr().out
 
@@ -56,7 +61,11 @@ def test_a_named_checkpoint_is_resumed_from_once(run, tmp_path):
         assert f"resuming  {tmp_path}/{folder}/checkpoint-3 at step 3" in run(folder, *again)
         assert lines(tmp_path / folder) == expected[-2 if folder == "branch" else 0 :]
         assert "already complete" in run(folder, *again)
-    longer = ["optim.max_steps=5", f"checkpoint.resume={tmp_path}/run/checkpoint-2", "checkpoint.accept_changes=true"]
+    longer = [
+        "optim.max_steps=5",
+        f"checkpoint.resume={tmp_path}/run/checkpoint-2",
+        "checkpoint.accept_changes=true",
+    ]
     printed = run("branch", *longer)
     assert f"resuming  {tmp_path}/branch/checkpoint-4 at step 4, learning rate 0.001\n" in printed
     assert "note: checkpoint.accept_changes accepts optim.max_steps: 4 -> 5\n" in printed
@@ -68,20 +77,28 @@ def test_a_branch_in_another_folder_has_its_own_best_and_its_own_wandb_run(run, 
     def saved(checkpoint: str) -> dict:
         return json.loads((tmp_path / checkpoint / "trainer" / "state.json").read_text())
 
-    best = ["checkpoint.keep_best=eval/mean_length", "eval.every=1", "logging.wandb=offline"]
+    best = [
+        "checkpoint.keep_best=eval/mean_length",
+        "eval.every=1",
+        "logging.wandb=offline",
+    ]
     printed = run("run", "optim.max_steps=2", *best)
     assert re.search(r"^best      \S+/checkpoint-[12], eval/mean_length \d", printed, re.MULTILINE)
     first = saved("run/checkpoint-2")
     assert first["best"]["value"] > 0
     # What stood in the folder before is set aside: two runs in one metrics.jsonl would be neither.
     run("branch", "optim.max_steps=1", "seed=5")
-    resume = [f"checkpoint.resume={tmp_path}/run/checkpoint-2", "checkpoint.accept_changes=true"]
+    resume = [
+        f"checkpoint.resume={tmp_path}/run/checkpoint-2",
+        "checkpoint.accept_changes=true",
+    ]
     printed = run("branch", "optim.max_steps=3", *best, *resume)
     assert f"an earlier run in {tmp_path}/branch was moved to {tmp_path}/branch/previous-1" in printed
     assert [line["step"] for line in lines(tmp_path / "branch")] == [3]
     own = saved("branch/checkpoint-3")
     assert own["best"]["step"] == 3
-    assert re.fullmatch(r"\w+", first["wandb_run_id"]) and own["wandb_run_id"] != first["wandb_run_id"]
+    assert re.fullmatch(r"\w+", first["wandb_run_id"])
+    assert own["wandb_run_id"] != first["wandb_run_id"]
     assert not (tmp_path / "branch" / "checkpoint-1").exists()
 
 
@@ -89,7 +106,11 @@ def test_a_branch_in_another_folder_has_its_own_best_and_its_own_wandb_run(run, 
 def test_a_run_stopped_by_gradients_that_are_not_finite_stops_again_at_once(run, tmp_path, capfd):
     """The last checkpoint counts nine skipped updates, those of the steps that are complete."""
     reward = f"{ROOT}/tests/rewards_for_tests.py:huge"
-    options = [f"reward.functions=['{reward}']", "algorithm.scale=none", "optim.max_steps=14"]
+    options = [
+        f"reward.functions=['{reward}']",
+        "algorithm.scale=none",
+        "optim.max_steps=14",
+    ]
     errors = []
     for _ in range(2):
         with pytest.raises(SystemExit, match="1"):
@@ -102,7 +123,13 @@ def test_a_run_stopped_by_gradients_that_are_not_finite_stops_again_at_once(run,
 
 def test_weights_that_are_not_finite_are_never_a_checkpoint(run, tmp_path, capfd):
     with pytest.raises(SystemExit, match="1"):
-        run("run", "optim.learning_rate=3.4e38", "optim.betas=[0, 0.999]", "optim.warmup_steps=1", "optim.max_steps=9")
+        run(
+            "run",
+            "optim.learning_rate=3.4e38",
+            "optim.betas=[0, 0.999]",
+            "optim.warmup_steps=1",
+            "optim.max_steps=9",
+        )
     error = capfd.readouterr().err
     assert "error: [rank 0] in phase 'save': ValueError: " in error
     assert "holds values that are not finite: no checkpoint is saved at step 2; lower optim.learning_rate" in error
@@ -112,9 +139,17 @@ def test_weights_that_are_not_finite_are_never_a_checkpoint(run, tmp_path, capfd
 @pytest.mark.slow
 def test_never_starts_afresh_but_not_when_torchrun_restarts_it(random_model, tmp_path):
     def run(launch):
-        never = ["checkpoint.save_steps=1", "checkpoint.keep=9", "optim.max_steps=3", "checkpoint.resume=never"]
+        never = [
+            "checkpoint.save_steps=1",
+            "checkpoint.keep=9",
+            "optim.max_steps=3",
+            "checkpoint.resume=never",
+        ]
         return run_trainer(
-            *small_run(random_model, tmp_path), *never, env={"TORCHELASTIC_RUN_ID": launch}, fresh=False
+            *small_run(random_model, tmp_path),
+            *never,
+            env={"TORCHELASTIC_RUN_ID": launch},
+            fresh=False,
         ).stdout
 
     assert "the same command or call with checkpoint.resume=auto continues from there" in run("one")
@@ -131,7 +166,12 @@ def test_another_reward_file_or_model_in_the_same_place_is_refused(run, tmp_path
     text = "def mine(prompts, completions, **columns):\n    return [float(len(c) % 3) for c in completions]\n"
     reward.write_text(text)
     shutil.copytree(random_model, model)
-    same = [f"reward.functions=['{reward}:mine']", f"model.name_or_path={model}", *saves, "algorithm.beta=0.1"]
+    same = [
+        f"reward.functions=['{reward}:mine']",
+        f"model.name_or_path={model}",
+        *saves,
+        "algorithm.beta=0.1",
+    ]
     run("run", *same)
     shutil.rmtree(tmp_path / "run" / "checkpoint-2")  # as if interrupted
     state_file = tmp_path / "run" / "checkpoint-1" / "trainer" / "state.json"
@@ -139,9 +179,19 @@ def test_another_reward_file_or_model_in_the_same_place_is_refused(run, tmp_path
     assert {str(reward), f"{model}/config.json", f"{model}/model.safetensors"} <= state["content"].keys()
 
     def changed_files() -> list[str]:
-        assert main([*small_run(random_model, tmp_path / "run"), "data.max_eval_samples=2", *same]) == 2
+        assert (
+            main(
+                [
+                    *small_run(random_model, tmp_path / "run"),
+                    "data.max_eval_samples=2",
+                    *same,
+                ]
+            )
+            == 2
+        )
         error = capfd.readouterr().err
-        assert error.count("\n") == 1 and "checkpoint.accept_changes=true" in error
+        assert error.count("\n") == 1
+        assert "checkpoint.accept_changes=true" in error
         return re.findall(r"content of (\S+): checkpoint '\w+', now '\w+'", error)
 
     reward.write_text(text.replace("% 3", "% 4"))
@@ -163,7 +213,11 @@ def test_of_a_large_file_blocks_are_read(tmp_path):
     with open(path, "wb") as file:
         file.truncate(megabytes * 2**20)
     found = {digest(path)}
-    for place in (0, 99 * 2**20 * 32 // 63, megabytes * 2**20 - 1):  # the first block, the 33rd, the last
+    for place in (
+        0,
+        99 * 2**20 * 32 // 63,
+        megabytes * 2**20 - 1,
+    ):  # the first block, the 33rd, the last
         with open(path, "r+b") as file:
             file.seek(place)
             file.write(b"x")

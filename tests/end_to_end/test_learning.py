@@ -11,7 +11,11 @@ def test_the_tiny_run_learns(tmp_path, seed):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     done = run_trainer(
-        "--config", "configs/tiny_arithmetic.yaml", f"output_dir={tmp_path}/run", f"seed={seed}", timeout=1200
+        "--config",
+        "configs/tiny_arithmetic.yaml",
+        f"output_dir={tmp_path}/run",
+        f"seed={seed}",
+        timeout=1200,
     )
     before, *_, after = metrics_of(tmp_path / "run")
     assert before["step"] == 0
@@ -35,16 +39,27 @@ def test_the_tiny_run_learns(tmp_path, seed):
 def test_the_calculator_is_learned_and_worth_it(tmp_path):
     """20 points of mean@4 more than the same training without the tool (measured: 83)."""
     after = {}
-    for name, changes in (("with", []), ("without", ["tools=[]", "eval.before_training=false"])):
+    for name, changes in (
+        ("with", []),
+        ("without", ["tools=[]", "eval.before_training=false"]),
+    ):
         output = tmp_path / name
         # Half of the demo's steps and a fourth of its evaluation: the difference is many times its error.
         few = ["optim.max_steps=50", "eval.max_samples=64", "eval.num_samples=4"]
-        run_trainer("--config", "configs/tiny_calculator.yaml", f"output_dir={output}", *few, *changes, timeout=1200)
+        run_trainer(
+            "--config",
+            "configs/tiny_calculator.yaml",
+            f"output_dir={output}",
+            *few,
+            *changes,
+            timeout=1200,
+        )
         first, *_, after[name] = metrics_of(output)
         if name == "with":
             assert first["eval/mean@4"] < 0.5
     assert after["with"]["eval/mean@4"] >= 0.9 > after["without"]["eval/mean@4"] + 0.2
-    assert after["with"]["tools/call_frequency"] > 0.9 and after["with"]["tools/calculator/calls"] > 0
+    assert after["with"]["tools/call_frequency"] > 0.9
+    assert after["with"]["tools/calculator/calls"] > 0
 
 
 @pytest.mark.slow

@@ -11,7 +11,10 @@ from grpo.run.metrics import reward_metrics
 from grpo.telemetry.records import json_safe
 
 
-@pytest.mark.parametrize("preset", [p if p == "dapo" else pytest.param(p, marks=pytest.mark.slow) for p in PRESETS])
+@pytest.mark.parametrize(
+    "preset",
+    [p if p == "dapo" else pytest.param(p, marks=pytest.mark.slow) for p in PRESETS],
+)
 def test_every_preset_trains(tmp_path, random_model, preset):
     run_trainer(
         *small_run(random_model, tmp_path / "run"),
@@ -32,7 +35,10 @@ def test_every_preset_trains(tmp_path, random_model, preset):
 
 @pytest.mark.parametrize(
     ("reward", "message"),
-    [("raises", "RuntimeError: this reward is broken"), ("wrong_length", "returned 1 values for ")],
+    [
+        ("raises", "RuntimeError: this reward is broken"),
+        ("wrong_length", "returned 1 values for "),
+    ],
 )
 def test_a_broken_reward_stops_all_ranks_with_its_name(tmp_path, random_model, reward, message):
     done = run_trainer(
@@ -66,7 +72,8 @@ def test_a_reward_that_scored_nothing_has_no_mean():
     nan = float("nan")
     values_PGF = torch.tensor([[[2e38, nan], [3e38, nan]], [[nan, nan], [1e38, nan]]])
     metrics = reward_metrics(["some", "none"], values_PGF, values_PGF[..., 0])
-    assert metrics["rewards/some/mean"] == pytest.approx(2e38) and metrics["rewards/some/std"] == pytest.approx(1e38)
+    assert metrics["rewards/some/mean"] == pytest.approx(2e38)
+    assert metrics["rewards/some/std"] == pytest.approx(1e38)
     assert metrics["reward_std"] == pytest.approx(1e38), "of 1e38, 2e38 and 3e38, as in TRL"
     for name in ("rewards/none/mean", "rewards/none/std"):
         assert json_safe(metrics)[name] is None

@@ -18,15 +18,23 @@ from grpo.telemetry.samples import read_samples
 @pytest.mark.slow
 def test_continued_from_an_earlier_checkpoint_a_run_keeps_what_it_saves(tmp_path, random_model):
     """The checkpoints after the chosen one, broken or of another branch, do not push out the new ones."""
-    arguments = [*small_run(random_model, tmp_path), "checkpoint.save_steps=1", "checkpoint.keep=2"]
+    arguments = [
+        *small_run(random_model, tmp_path),
+        "checkpoint.save_steps=1",
+        "checkpoint.keep=2",
+    ]
     run_trainer(*arguments, "optim.max_steps=4")
     with open(tmp_path / "checkpoint-4" / "model.safetensors", "r+b") as file:
         file.truncate(100)
     again = [*arguments, "optim.max_steps=5", "checkpoint.accept_changes=true"]
     done = run_trainer(*again)
-    assert "warning: skipping" in done.stdout and "checkpoint-4: model.safetensors" in done.stdout
+    assert "warning: skipping" in done.stdout
+    assert "checkpoint-4: model.safetensors" in done.stdout
     assert f"resuming  {tmp_path}/checkpoint-3" in done.stdout
-    assert {p.name for p in tmp_path.glob("checkpoint-*")} == {"checkpoint-4", "checkpoint-5"}
+    assert {p.name for p in tmp_path.glob("checkpoint-*")} == {
+        "checkpoint-4",
+        "checkpoint-5",
+    }
     assert [line["step"] for line in lines(tmp_path)] == [0, 1, 2, 3, 4, 5]
 
 
@@ -48,7 +56,9 @@ def test_a_gradient_that_is_not_finite_leaves_the_weights_alone(tmp_path, random
 def test_gradient_checkpointing_changes_memory_alone(tmp_path, random_model):
     for name in ("false", "true"):
         run_trainer(
-            *small_run(random_model, tmp_path / name), f"model.gradient_checkpointing={name}", "optim.max_steps=2"
+            *small_run(random_model, tmp_path / name),
+            f"model.gradient_checkpointing={name}",
+            "optim.max_steps=2",
         )
     assert_same_weights(tmp_path / "false" / "checkpoint-2", tmp_path / "true" / "checkpoint-2")
     assert lines(tmp_path / "false") == lines(tmp_path / "true")
@@ -68,7 +78,9 @@ def test_the_reference_follows_the_policy_when_asked(tmp_path, random_model):
         kl[every] = [line["kl"] for line in lines(output)]
         assert any(name.startswith("reference/") for name in states(output / "checkpoint-4"))
     assert kl[1] == [0.0] * 4, "before each update the policy is the reference"
-    assert kl[2][0] == kl[2][2] == 0.0 and kl[2][1] > 0 and kl[2][3] > 0
+    assert kl[2][0] == kl[2][2] == 0.0
+    assert kl[2][1] > 0
+    assert kl[2][3] > 0
 
 
 @pytest.mark.slow
@@ -85,14 +97,22 @@ def test_dynamic_sampling_gives_up_where_nothing_differs(tmp_path, random_model)
 
 def test_what_a_run_leaves_behind(tmp_path, random_model):
     done = run_trainer(
-        *small_run(random_model, tmp_path / "run"), "eval.every=2", "logging.every=3", "logging.log_completions=3"
+        *small_run(random_model, tmp_path / "run"),
+        "eval.every=2",
+        "logging.every=3",
+        "logging.log_completions=3",
     )
     shown = [line.split("  ")[0] for line in done.stdout.splitlines() if "/5  " in line]
     assert shown == ["eval 0/5", "eval 2/5", "step 3/5", "eval 4/5", "step 5/5", "eval 5/5"]
     assert done.stdout.index("before") < done.stdout.index("saved ")
     written = lines(tmp_path / "run")
     assert [line["step"] for line in written] == [0, 1, 2, 3, 4, 5]
-    assert [line["step"] for line in written if "eval/greedy_accuracy" in line] == [0, 2, 4, 5]
+    assert [line["step"] for line in written if "eval/greedy_accuracy" in line] == [
+        0,
+        2,
+        4,
+        5,
+    ]
     assert {p.name for p in (tmp_path / "run").iterdir()} == {
         ".lock",
         "config.yaml",
@@ -129,7 +149,11 @@ def test_a_substitute_that_no_reward_scores_does_not_stop_the_run(tmp_path, rand
     ]  # fmt: skip
     run_trainer(*small_run(random_model, tmp_path / "run"), *options, "eval.before_training=false")
     for line in lines(tmp_path / "run"):
-        assert (line["rewards/scores/errors"], line["frac_unscorable"], line["reward"]) == (12, 0.5, 1.5)
+        assert (line["rewards/scores/errors"], line["frac_unscorable"], line["reward"]) == (
+            12,
+            0.5,
+            1.5,
+        )
         assert line["grad_norm"] > 0
 
 
@@ -181,7 +205,8 @@ def test_rewards_of_a_trl_script_run_unchanged(tmp_path, random_model):
     ]  # fmt: skip
     done = run_trainer(*small_run(random_model, tmp_path / "run"), *arguments, ranks=2)
     assert done.stdout.count("completions are lists of messages") == 1
-    assert "question" in done.stderr and "warning" not in done.stderr
+    assert "question" in done.stderr
+    assert "warning" not in done.stderr
     first, second = lines(tmp_path / "run")[1:]
     assert first["rewards/digits/errors"] == 0 == first["rewards/correctness/errors"]
     assert first["logged/tokens_seen_by_reward"] == pytest.approx(first["completions/mean_length"])
@@ -191,7 +216,11 @@ def test_rewards_of_a_trl_script_run_unchanged(tmp_path, random_model):
     for record in read_samples(tmp_path / "run" / "completions" / "step_000001.parquet"):
         assert record["prompt"].endswith("+1="), "text as in the row"
         count = sum(c.isdigit() for c in record["completion"])
-        assert json.loads(record["logged"]) == {"digits": count, "reward": count, "note": f"{{'digits': {count}}}"}
+        assert json.loads(record["logged"]) == {
+            "digits": count,
+            "reward": count,
+            "note": f"{{'digits': {count}}}",
+        }
         assert record["rewards"]["digits"] == pytest.approx(count / 100)
 
 
@@ -200,7 +229,11 @@ def test_the_bare_command_on_two_ranks(tmp_path):
     """Word for word, without any other argument: the demo. It is stopped after two steps, and saves them."""
     for name in ("train_grpo.py", "grpo", "configs"):
         (tmp_path / name).symlink_to(ROOT / name)
-    command = [str(Path(sys.executable).with_name("torchrun")), "--nproc_per_node=2", "train_grpo.py"]
+    command = [
+        str(Path(sys.executable).with_name("torchrun")),
+        "--nproc_per_node=2",
+        "train_grpo.py",
+    ]
     output = tmp_path / "runs" / "tiny_arithmetic"
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as run:
         while run.poll() is None and (not (output / "metrics.jsonl").exists() or len(lines(output)) < 3):
@@ -208,6 +241,8 @@ def test_the_bare_command_on_two_ranks(tmp_path):
         run.terminate()
         printed = run.stdout.read()
     assert "config    configs/tiny_arithmetic.yaml, since there is no --config" in printed, printed
-    assert ", 2 rank(s), 1 update(s); 150 steps" in printed and "fp32 on cpu" in printed
+    assert ", 2 rank(s), 1 update(s); 150 steps" in printed
+    assert "fp32 on cpu" in printed
     steps = [line["step"] for line in lines(output)]
-    assert steps[:3] == [0, 1, 2] and (output / f"checkpoint-{steps[-1]}" / "model.safetensors").exists()
+    assert steps[:3] == [0, 1, 2]
+    assert (output / f"checkpoint-{steps[-1]}" / "model.safetensors").exists()

@@ -29,7 +29,17 @@ class Started:
             finds such a run's processes). Without it the ranks are forks (see ``processes.py``).
     """
 
-    def __init__(self, output: Path, arguments, *, ranks=1, fault="", env=None, launcher=False, torchrun=None):
+    def __init__(
+        self,
+        output: Path,
+        arguments,
+        *,
+        ranks=1,
+        fault="",
+        env=None,
+        launcher=False,
+        torchrun=None,
+    ):
         self.output = Path(output)
         self.log = Path(f"{output}.log")
         environment = environment_of_runs(env)
@@ -42,11 +52,24 @@ class Started:
         self.start = self.log.stat().st_size if self.log.exists() else 0
         if torchrun is None:
             size = ranks if ranks > 1 or launcher else None
-            self.process = Forked(script, arguments, ranks=size, env=environment, stdout=self.log, stderr=self.log)
+            self.process = Forked(
+                script,
+                arguments,
+                ranks=size,
+                env=environment,
+                stdout=self.log,
+                stderr=self.log,
+            )
             return
         words = [sys.executable]
         if ranks > 1:
-            words += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", *torchrun]
+            words += [
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                f"--nproc_per_node={ranks}",
+                *torchrun,
+            ]
         words += [str(script), *arguments]
         with open(self.log, "ab") as log:
             self.process = subprocess.Popen(words, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)

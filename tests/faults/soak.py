@@ -117,7 +117,10 @@ def soak_one(
         resumed = re.search(r"^resuming .* at step (\d+)", printed, re.MULTILINE)
         if resumed and int(resumed[1]) < least:
             count["lost"] += 1
-            print(f"LOST: resumed at {resumed[1]}, expected {least} or later ({output})", flush=True)
+            print(
+                f"LOST: resumed at {resumed[1]}, expected {least} or later ({output})",
+                flush=True,
+            )
         if code == 0 and not (how and "stopped" in printed):
             return
         if how is None:
@@ -153,12 +156,23 @@ def soak(folder: Path, rng: random.Random, *, kills: int, ranks: list[int]) -> c
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, required=True)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 1, 3, 2], help="of one run after the other")
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        nargs="+",
+        default=[2, 1, 3, 2],
+        help="of one run after the other",
+    )
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        count = soak(Path(folder), random.Random(options.seed), kills=options.kills, ranks=options.ranks)
+        count = soak(
+            Path(folder),
+            random.Random(options.seed),
+            kills=options.kills,
+            ranks=options.ranks,
+        )
     for how in HOW:
         print(f"{how:22}{count[how]}")
     for name in ("kills", "runs", "lost", "differences"):

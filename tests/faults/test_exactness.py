@@ -27,7 +27,15 @@ EVERYTHING = (
 
 def inside(output, model, *more: str) -> None:
     """A run on one rank in this process; the data set is no multiple of a step's problems."""
-    assert main([*tiny(model, output, *EVERYTHING, *more, problems=27), "runtime.threads_per_rank=1"]) == 0
+    assert (
+        main(
+            [
+                *tiny(model, output, *EVERYTHING, *more, problems=27),
+                "runtime.threads_per_rank=1",
+            ]
+        )
+        == 0
+    )
 
 
 def back_to(step: int, whole, copy):
@@ -43,7 +51,14 @@ def back_to(step: int, whole, copy):
 def whole(tmp_path_factory, random_model):
     output = tmp_path_factory.mktemp("whole") / "run"
     inside(output, random_model)
-    assert [line["epoch"] for line in lines(output)[1:]] == [0.25, 0.5, 0.75, 1.0, 1.25, 1.5]
+    assert [line["epoch"] for line in lines(output)[1:]] == [
+        0.25,
+        0.5,
+        0.75,
+        1.0,
+        1.25,
+        1.5,
+    ]
     return output
 
 
@@ -120,7 +135,15 @@ def without(item: str, folder) -> None:
     mend_manifest(folder)
 
 
-ITEMS = ["exp_avg", "exp_avg_sq", "step", "reference", "weights", "number of steps", "num_tokens"]
+ITEMS = [
+    "exp_avg",
+    "exp_avg_sq",
+    "step",
+    "reference",
+    "weights",
+    "number of steps",
+    "num_tokens",
+]
 
 
 @pytest.mark.parametrize("item", ITEMS)
@@ -144,7 +167,12 @@ def test_several_ranks(tmp_path, random_model, ranks):
             back_to(int(output.name[-1]), outputs[0], output)
         env = {"GRPO_TRACE": f"{output}.trace"}
         share = "rollout.prompts_per_step=12"  # 2 minibatches over 2 or 3 ranks
-        run(output, tiny(random_model, output, *EVERYTHING, share, problems=48), ranks=ranks, env=env)
+        run(
+            output,
+            tiny(random_model, output, *EVERYTHING, share, problems=48),
+            ranks=ranks,
+            env=env,
+        )
         traces.append({path.name: path.read_text() for path in (tmp_path / f"{output.name}.trace").iterdir()})
     assert len(traces[0]) == STEPS * ranks
     for output, trace in zip(outputs[1:], traces[1:], strict=True):
@@ -171,7 +199,13 @@ def test_two_ranks_continued_on_one_and_on_three(tmp_path, random_model):
         if ranks != 2:
             back_to(3, tmp_path / "2", output)
         options = tiny(random_model, output, "checkpoint.save_steps=1", "checkpoint.keep=99")
-        run(output, options, ranks=ranks, launcher=True, env={"GRPO_TRACE": f"{output}.trace"})
+        run(
+            output,
+            options,
+            ranks=ranks,
+            launcher=True,
+            env={"GRPO_TRACE": f"{output}.trace"},
+        )
         ids[ranks] = [ids_of_step(output, step) for step in range(3, STEPS)]
         weights[ranks] = load_file(output / f"checkpoint-{STEPS}" / "model.safetensors")
         accuracy[ranks] = lines(output)[-1]["eval/greedy_accuracy"]

@@ -27,7 +27,8 @@ def test_torchrun_restarts_a_killed_rank(tmp_path, random_model, straight):
     arguments = tiny(random_model, output, *SAVES)
     done = run(output, arguments, ranks=2, torchrun=["--max-restarts=1"], fault=fault)
     printed = done.text()
-    assert printed.count("FAULT kill") == 1 and "resuming " in printed
+    assert printed.count("FAULT kill") == 1
+    assert "resuming " in printed
     assert_same_run(straight, output, STEPS)
     assert not list(output.glob(".partial*"))
 
@@ -79,7 +80,8 @@ def test_a_rank_that_hangs(tmp_path, random_model, straight, place):
         assert "error: [rank 0] in phase 'after reward': RuntimeError: " in printed, "at the vote"
     else:  # torchrun's SIGKILL ends the other rank
         assert "error: [rank 0] in phase 'update': RuntimeError: " in printed
-    assert "Timed out waiting 12000ms" in printed and "saved checkpoint-3" in printed
+    assert "Timed out waiting 12000ms" in printed
+    assert "saved checkpoint-3" in printed
     run(output, tiny(random_model, output, *SAVES), ranks=2)
     assert_same_run(straight, output, STEPS)
 
@@ -89,19 +91,28 @@ def test_a_gradient_that_is_not_finite_on_one_rank(tmp_path, random_model):
     """All ranks leave that update out, and the run goes on."""
     output = tmp_path / "run"
     fault = f"rank=1 step=3 place=backward do=nan once={tmp_path}/once"
-    options = ["checkpoint.save_steps=1", "checkpoint.keep=99", "optim.lr_scheduler_type=constant"]
+    options = [
+        "checkpoint.save_steps=1",
+        "checkpoint.keep=99",
+        "optim.lr_scheduler_type=constant",
+    ]
     done = run(output, tiny(random_model, output, *options), ranks=2, fault=fault)
     assert done.text().count("warning: a gradient is not finite") == 1
     assert [line["skipped_updates"] for line in lines(output)[1:]] == [0, 0, 0, 1, 0, 0]
     weights = [bits(output, step)["model.safetensors"] for step in range(1, STEPS + 1)]
-    assert weights[2] == weights[3] and len(set(weights)) == STEPS - 1
+    assert weights[2] == weights[3]
+    assert len(set(weights)) == STEPS - 1
 
 
 @pytest.mark.slow
 def test_torchrun_killed_takes_its_ranks_along(tmp_path, random_model):
     output = tmp_path / "run"
     started = Started(
-        output, tiny(random_model, output), ranks=2, fault="rank=1 step=2 place=rollout do=sleep:60", torchrun=[]
+        output,
+        tiny(random_model, output),
+        ranks=2,
+        fault="rank=1 step=2 place=rollout do=sleep:60",
+        torchrun=[],
     )
     started.wait_for("FAULT")
     started.kill(signal.SIGKILL)

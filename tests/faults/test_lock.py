@@ -14,10 +14,20 @@ def test_a_run_on_a_locked_folder_gives_a_one_line_error(capsys, tmp_path, rando
     lock = Lock()
     lock.acquire(tmp_path)
     before = sorted(path.name for path in tmp_path.iterdir())
-    assert main([f"output_dir={tmp_path}", f"model.name_or_path={random_model}", "runtime.threads_per_rank=1"]) == 2
+    assert (
+        main(
+            [
+                f"output_dir={tmp_path}",
+                f"model.name_or_path={random_model}",
+                "runtime.threads_per_rank=1",
+            ]
+        )
+        == 2
+    )
     error = capsys.readouterr().err
     says = f"error: output_dir={tmp_path} is in use by another run (process {os.getpid()}"
-    assert error.count("\n") == 1 and error.startswith(says)
+    assert error.count("\n") == 1
+    assert error.startswith(says)
     assert sorted(path.name for path in tmp_path.iterdir()) == before
     lock.release()
 
@@ -26,7 +36,12 @@ def test_a_run_on_a_locked_folder_gives_a_one_line_error(capsys, tmp_path, rando
 def test_two_starts_of_one_command(tmp_path, random_model):
     """Under torchrun, while the first one trains; then the first is killed, and the second may."""
     output = tmp_path / "run"
-    first = Started(output, tiny(random_model, output), ranks=2, fault="rank=1 step=1 place=rollout do=sleep:60")
+    first = Started(
+        output,
+        tiny(random_model, output),
+        ranks=2,
+        fault="rank=1 step=1 place=rollout do=sleep:60",
+    )
     first.wait_for("FAULT")
     second = Started(output, tiny(random_model, output), ranks=2)
     assert second.end(alone=False) == 1

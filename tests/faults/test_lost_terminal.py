@@ -39,12 +39,23 @@ def test_a_closed_terminal_costs_the_current_step_only(tmp_path, random_model, w
     reward = tmp_path / "later.py"
     output = tmp_path / "run"
     reward.write_text(FAILS_LATER)
-    settings = [f"reward.functions=['{reward}:fails_later']", "eval.before_training=false", "data.max_eval_samples=1"]
+    settings = [
+        f"reward.functions=['{reward}:fails_later']",
+        "eval.before_training=false",
+        "data.max_eval_samples=1",
+    ]
     master, slave = pty.openpty()
     terminal = os.ttyname(slave)
     environment = environment_of_runs()
     arguments = tiny(random_model, output, *settings)
-    started = Forked(ROOT / "train_grpo.py", arguments, ranks=None, env=environment, stdout=terminal, stderr=terminal)
+    started = Forked(
+        ROOT / "train_grpo.py",
+        arguments,
+        ranks=None,
+        env=environment,
+        stdout=terminal,
+        stderr=terminal,
+    )
     try:
         read_until(master, b"step 2/")
         (tmp_path / "later.py.wait").touch()
@@ -77,7 +88,16 @@ with open(sys.argv[1], "w") as file:
 def test_output_that_nobody_reads_is_no_error(tmp_path, streams):
     """A file opened after the start never gets the number of a standard stream, whose text would end in that file."""
     shell = f'{{ "$@"; echo $? > {tmp_path}/code; }} {streams}'
-    words = ["bash", "-c", shell, "run", sys.executable, "-c", PRINTS, str(tmp_path / "file")]
+    words = [
+        "bash",
+        "-c",
+        shell,
+        "run",
+        sys.executable,
+        "-c",
+        PRINTS,
+        str(tmp_path / "file"),
+    ]
     subprocess.run(words, cwd=ROOT, check=True, capture_output=True, timeout=60)
     assert (tmp_path / "code").read_text() == "0\n"
     assert int((tmp_path / "file").read_text()) > 2

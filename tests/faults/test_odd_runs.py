@@ -35,9 +35,15 @@ def test_equal_groups_for_many_steps_move_nothing_but_weight_decay(capsys, tmp_p
     assert shown.index("\nstep 3/") < shown.index(f"hint: {equal}") < shown.index("\nstep 4/")
     assert "entropy" not in shown
     for line in lines(tmp_path / "run"):
-        for name in ("entropy", "ratio", "clip_ratio/region_mean", "sampling/logprob_difference"):
+        for name in (
+            "entropy",
+            "ratio",
+            "clip_ratio/region_mean",
+            "sampling/logprob_difference",
+        ):
             assert line[name] is None, name
-        assert line["loss"] == 0.0 and line["grad_norm"] == 0.0
+        assert line["loss"] == 0.0
+        assert line["grad_norm"] == 0.0
     after = weights(tmp_path / "run" / f"checkpoint-{steps}")
     for name, tensor in weights(random_model).items():
         expected = tensor.clone()
@@ -55,7 +61,9 @@ def test_all_completions_truncated_and_masked(tmp_path):
     model = with_logit_of_eos(-100.0, tmp_path / "model")
     assert inside([*small_run(model, tmp_path / "run"), *options]) == 0
     for line in lines(tmp_path / "run"):
-        assert line["completions/clipped_ratio"] == 1.0 and line["grad_norm"] == 0.0 and line["skipped_updates"] == 0
+        assert line["completions/clipped_ratio"] == 1.0
+        assert line["grad_norm"] == 0.0
+        assert line["skipped_updates"] == 0
         assert line["loss"] is None, "a mean of nothing"
     assert_same_weights(model, tmp_path / "run" / "checkpoint-2")
 
@@ -63,10 +71,21 @@ def test_all_completions_truncated_and_masked(tmp_path):
 def test_empty_completions(tmp_path):
     """The first token is always EOS: one token each, text ''; rewards get it, the run goes on."""
     model = with_logit_of_eos(100.0, tmp_path / "model")
-    assert inside([*small_run(model, tmp_path / "run"), "optim.max_steps=2", "logging.log_completions=100"]) == 0
+    assert (
+        inside(
+            [
+                *small_run(model, tmp_path / "run"),
+                "optim.max_steps=2",
+                "logging.log_completions=100",
+            ]
+        )
+        == 0
+    )
     for line in lines(tmp_path / "run")[1:]:
-        assert line["completions/max_length"] == 1.0 and line["completions/clipped_ratio"] == 0.0
-        assert line["reward"] == 0.0 and line["frac_reward_zero_std"] == 1.0
+        assert line["completions/max_length"] == 1.0
+        assert line["completions/clipped_ratio"] == 0.0
+        assert line["reward"] == 0.0
+        assert line["frac_reward_zero_std"] == 1.0
     written = read_samples(tmp_path / "run" / "completions" / "step_000001.parquet")
     assert {row["completion"] for row in written} == {""}
 
@@ -126,4 +145,5 @@ def test_rewards_that_hang_kill_their_worker_and_print_megabytes(tmp_path, rando
     for line in lines(output):
         assert 0 < line["rewards/hangs_on_one/errors"] < 24
         assert 0 < line["rewards/kills_its_worker/errors"] < 24
-        assert line["rewards/prints_megabytes/errors"] == 0 and line["grad_norm"] > 0
+        assert line["rewards/prints_megabytes/errors"] == 0
+        assert line["grad_norm"] > 0

@@ -51,7 +51,16 @@ def test_a_poisoned_pickle_in_a_checkpoint_runs_no_code(capsys, tmp_path, random
     poison(poisoned / "trainer" / "states", Poison(tmp_path / "poisoned"))
     mend_manifest(poisoned)
     with contextlib.suppress(BaseException):  # torch's own errors of many types
-        assert start(random_model, output, *options, "optim.max_steps=3", "checkpoint.accept_changes=true") != 0
+        assert (
+            start(
+                random_model,
+                output,
+                *options,
+                "optim.max_steps=3",
+                "checkpoint.accept_changes=true",
+            )
+            != 0
+        )
     assert not (tmp_path / "poisoned").exists()
 
 
@@ -71,7 +80,10 @@ def test_code_beside_a_model_is_not_run_unless_asked(tmp_path, random_model):
     shutil.copytree(random_model, model)
     (model / "evil.py").write_text(f"import os\nos.mkdir({str(tmp_path / 'poisoned')!r})\nclass Evil: pass\n")
     config = json.loads((model / "config.json").read_text())
-    config |= {"model_type": "evil", "auto_map": {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"}}
+    config |= {
+        "model_type": "evil",
+        "auto_map": {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"},
+    }
     (model / "config.json").write_text(json.dumps(config))
     arguments = tiny(model, tmp_path / "run")
     env = environment_of_runs()

@@ -6,7 +6,12 @@ from harness import Started, run, tiny
 from outputs import assert_same_weights, lines
 
 STEPS = 6
-OPTIONS = ("runtime.parallel=fsdp", "checkpoint.save_steps=1", "checkpoint.keep=99", "algorithm.ref_sync_steps=2")
+OPTIONS = (
+    "runtime.parallel=fsdp",
+    "checkpoint.save_steps=1",
+    "checkpoint.keep=99",
+    "algorithm.ref_sync_steps=2",
+)
 
 
 def fails(output, arguments, fault: str, says: str) -> str:
@@ -29,17 +34,22 @@ def test_no_fault_in_a_save_changes_how_the_run_ends(tmp_path):
 
     text = fails(output, arguments, "place=states rank=1 step=1 do=full", "File too large")
     assert "OSError: rank 1: " in text and text.count("\nerror: [rank ") == 2  # of all ranks together
-    assert (output / "checkpoint-1" / "manifest.json").exists() and not (output / "checkpoint-2").exists()
+    assert (output / "checkpoint-1" / "manifest.json").exists()
+    assert not (output / "checkpoint-2").exists()
     fails(output, arguments, "place=states rank=1 step=2 do=kill", "FAULT kill")
-    assert (output / "checkpoint-2").exists() and not (output / "checkpoint-3").exists()
+    assert (output / "checkpoint-2").exists()
+    assert not (output / "checkpoint-3").exists()
     fails(output, arguments, "place=save rank=0 step=3 do=kill", "FAULT kill")  # complete, but not renamed yet
-    assert (output / "checkpoint-3").exists() and not (output / "checkpoint-4").exists()
+    assert (output / "checkpoint-3").exists()
+    assert not (output / "checkpoint-4").exists()
     text = fails(output, arguments, "place=states rank=1 step=4 do=kill", "FAULT kill")
     assert "checkpoint-4 at step 4" in text
     share = sorted((output / "checkpoint-4" / "trainer" / "states").glob("__1_*"))[0]
     share.write_bytes(share.read_bytes()[:-100])
     text = run(output, arguments, ranks=2).text()
-    assert "skipping" in text and share.name in text and "is not what was saved" in text
+    assert "skipping" in text
+    assert share.name in text
+    assert "is not what was saved" in text
     assert "UserWarning" not in text  # of torch.distributed.checkpoint, when a rank reads its share
     assert not list(output.glob(".partial*"))
 

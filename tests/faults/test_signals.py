@@ -79,7 +79,8 @@ def test_two_ranks_stop_together(tmp_path, random_model, uninterrupted, place, t
     assert started.end() != 0
     printed = started.text()
     stopped_at = re.findall(rf"stopped at step (\d) of {STEPS}", printed)
-    assert len(stopped_at) == 1 and int(stopped_at[0]) in steps
+    assert len(stopped_at) == 1
+    assert int(stopped_at[0]) in steps
     if to != "torchrun":
         # A rank that has finished may get the launcher's SIGTERM as well, while it exits.
         assert {128 + signal.SIGTERM} <= set(started.process.codes) <= {128 + signal.SIGTERM, -signal.SIGTERM}
@@ -91,7 +92,13 @@ def test_two_ranks_stop_together(tmp_path, random_model, uninterrupted, place, t
 def test_ctrl_c_reaches_ranks_twice_and_counts_once(tmp_path, random_model, uninterrupted):
     """A terminal sends SIGINT to all processes of the group, and torchrun passes it on once more."""
     output = tmp_path / "run"
-    started = Started(output, tiny(random_model, output), ranks=2, fault="place=rollout step=2 do=hang", torchrun=[])
+    started = Started(
+        output,
+        tiny(random_model, output),
+        ranks=2,
+        fault="place=rollout step=2 do=hang",
+        torchrun=[],
+    )
     started.wait_for("FAULT")
     for rank in (0, 1, None):
         started.kill(signal.SIGINT, rank)
@@ -128,9 +135,17 @@ def test_sigusr1_saves_and_training_continues(tmp_path, random_model, uninterrup
     """To a rank that does not write."""
     output = tmp_path / "run"
     arguments = tiny(random_model, output, "checkpoint.keep=9")
-    started = Started(output, arguments, ranks=2, fault=f"rank=1 place=rollout step=2 do=sleep:2 once={tmp_path}/once")
+    started = Started(
+        output,
+        arguments,
+        ranks=2,
+        fault=f"rank=1 place=rollout step=2 do=sleep:2 once={tmp_path}/once",
+    )
     started.wait_for("FAULT")
     started.kill(signal.SIGUSR1, 1)
     assert started.end() == 0
-    assert {path.name for path in output.glob("checkpoint-*")} == {"checkpoint-3", f"checkpoint-{STEPS}"}
+    assert {path.name for path in output.glob("checkpoint-*")} == {
+        "checkpoint-3",
+        f"checkpoint-{STEPS}",
+    }
     assert_same_run(uninterrupted(2), output, STEPS)

@@ -29,7 +29,11 @@ def folder(tmp_path_factory):
 def engine(output: Path) -> list[str]:
     weights = output.parent / "weights"
     weights.mkdir(exist_ok=True)
-    return ["rollout.engine=vllm", f"rollout.vllm_command={vllm_command()}", f"rollout.weights_folder={weights}"]
+    return [
+        "rollout.engine=vllm",
+        f"rollout.vllm_command={vllm_command()}",
+        f"rollout.weights_folder={weights}",
+    ]
 
 
 def settings(assets: Path, output: Path, *more: str) -> list[str]:
@@ -38,10 +42,27 @@ def settings(assets: Path, output: Path, *more: str) -> list[str]:
         f"--config={ROOT}/configs/gsm8k_cpu.yaml",
         f"output_dir={output}",
         f"model.name_or_path={assets}/models/gsm8k-7m",
-        *(f"data.dataset={data}/train.jsonl", "data.config_name=null", "data.train_split=train[:64]"),
-        *(f"data.eval_dataset={data}/test.jsonl", "data.eval_split=train[:8]", "eval.max_samples=8"),
-        *("rollout.prompts_per_step=4", "rollout.num_generations=4", "rollout.max_completion_length=128"),
-        *("optim.max_steps=3", "optim.warmup_steps=0", "runtime.threads_per_rank=1", "checkpoint.save_steps=1"),
+        *(
+            f"data.dataset={data}/train.jsonl",
+            "data.config_name=null",
+            "data.train_split=train[:64]",
+        ),
+        *(
+            f"data.eval_dataset={data}/test.jsonl",
+            "data.eval_split=train[:8]",
+            "eval.max_samples=8",
+        ),
+        *(
+            "rollout.prompts_per_step=4",
+            "rollout.num_generations=4",
+            "rollout.max_completion_length=128",
+        ),
+        *(
+            "optim.max_steps=3",
+            "optim.warmup_steps=0",
+            "runtime.threads_per_rank=1",
+            "checkpoint.save_steps=1",
+        ),
         *engine(output),
         *more,
     ]
@@ -116,6 +137,7 @@ def test_two_sharded_ranks_share_a_server_and_continue_when_it_was_killed(assets
         os.kill(pid, signal.SIGKILL)
     assert started.end(timeout=PATIENCE) == 1
     (error,) = re.findall("^error: .*", started.text(), re.M)
-    assert "has ended (exit code -9)" in error and f"see {output}/vllm.log" in error
+    assert "has ended (exit code -9)" in error
+    assert f"see {output}/vllm.log" in error
     run(output, arguments, ranks=2, timeout=PATIENCE)
     check(output)

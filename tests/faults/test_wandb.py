@@ -54,7 +54,15 @@ def environment(url: str, home) -> dict[str, str]:
 def online(mood: str, model, output, *, ranks: int):
     with service(mood) as server:
         env = environment(server.url, output.parent)
-        yield server, Started(output, arguments(model, output, "logging.wandb=online"), ranks=ranks, env=env)
+        yield (
+            server,
+            Started(
+                output,
+                arguments(model, output, "logging.wandb=online"),
+                ranks=ranks,
+                env=env,
+            ),
+        )
 
 
 @pytest.mark.slow
@@ -64,7 +72,8 @@ def test_a_server_that_fails_from_the_start(tmp_path, random_model, without, moo
     with online(mood, random_model, output, ranks=1) as (_, started):
         assert started.end() == 0
     assert started.text().count("warning: ") == 1
-    assert "warning: wandb online failed" in started.text() and "going on offline" in started.text()
+    assert "warning: wandb online failed" in started.text()
+    assert "going on offline" in started.text()
     assert_same_run(without(1), output, STEPS)
     assert list(output.glob("wandb/offline-run-*/*.wandb"))
 
@@ -78,7 +87,8 @@ def test_a_server_that_fails_during_the_run(tmp_path, random_model, without, moo
         started.wait_for(f"\nstep 3/{STEPS}")
         server.become(mood)
         assert started.end() == 0
-    assert started.text().count(UNSENT) == 1 and "warning: " not in started.text()
+    assert started.text().count(UNSENT) == 1
+    assert "warning: " not in started.text()
     assert_same_run(without(ranks), output, STEPS)
     (part,) = output.glob("wandb/run-*")
     with service("well") as server:

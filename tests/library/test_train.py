@@ -37,7 +37,11 @@ def settings(model: Path, output: Path, steps: int = 2, **more) -> dict:
         "output_dir": output,  # a path, not a text
         "model.name_or_path": model,
         "data": {"answer_column": "answer"},
-        "rollout": {"prompts_per_step": 2, "num_generations": 4, "max_completion_length": 8},
+        "rollout": {
+            "prompts_per_step": 2,
+            "num_generations": 4,
+            "max_completion_length": 8,
+        },
         "optim": {"learning_rate": 1e-3, "max_steps": steps},
         "eval.before_training": False,
         "runtime": {"precision": "fp32", "threads_per_rank": 1},
@@ -69,7 +73,13 @@ class WithGenerator:
 def process_state():
     handlers = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)]
     deterministic = torch.are_deterministic_algorithms_enabled()
-    return handlers, torch.get_num_threads(), deterministic, torch.is_grad_enabled(), torch.get_rng_state().tolist()
+    return (
+        handlers,
+        torch.get_num_threads(),
+        deterministic,
+        torch.is_grad_enabled(),
+        torch.get_rng_state().tolist(),
+    )
 
 
 def children() -> set[str]:
@@ -108,7 +118,14 @@ def test_objects_names_and_a_second_call(random_model, tmp_path, capsys):
 
     assert result.steps == 2
     assert result.checkpoint == tmp_path / "run" / "checkpoint-2"
-    for name in ("share", "lambda", "share_of_digits", "format", "WithGenerator", "a_little_later"):
+    for name in (
+        "share",
+        "lambda",
+        "share_of_digits",
+        "format",
+        "WithGenerator",
+        "a_little_later",
+    ):
         assert f"rewards/{name}/mean" in result.metrics[-1]
     assert result.before == {}
     assert "eval/rewards/share" in result.after
@@ -192,8 +209,16 @@ def test_all_mistakes_of_a_call_are_said_at_once(tmp_path):
             seed=-1,
         )
     lines = str(error.value).splitlines()
-    starts = ("train(): unknown key 'use_vllm'", "train(): unknown key 'args'", "seed=-1: ", "model is a section: ")
-    starts += ("optim is a section: the optimizer is AdamW", "unknown key 'eval.evry'; did you mean 'eval.every'?")
+    starts = (
+        "train(): unknown key 'use_vllm'",
+        "train(): unknown key 'args'",
+        "seed=-1: ",
+        "model is a section: ",
+    )
+    starts += (
+        "optim is a section: the optimizer is AdamW",
+        "unknown key 'eval.evry'; did you mean 'eval.every'?",
+    )
     assert len(lines) == len(starts)
     assert all(any(line.startswith(start) for line in lines) for start in starts)
 
@@ -233,7 +258,11 @@ def test_a_signal_saves_and_ends_the_call(random_model, tmp_path):
 
     before = process_state()
     with pytest.raises(KeyboardInterrupt):
-        train(settings(random_model, tmp_path / "run", steps=3), reward_functions=interrupts, dataset=ROWS)
+        train(
+            settings(random_model, tmp_path / "run", steps=3),
+            reward_functions=interrupts,
+            dataset=ROWS,
+        )
     assert process_state() == before
     assert TrainingResult.load(tmp_path / "run").checkpoint.name == "checkpoint-1"
 
@@ -264,7 +293,12 @@ def test_function_objects_run_in_workers_that_can_be_killed(tmp_path):
         await asyncio.sleep(60 + next(generator))
 
     partial = functools.partial(rewards_for_tests.share_of_digits)
-    functions = {"hangs": hangs, "hangs_here": hangs_here, "share": share_of("1"), "partial": partial}
+    functions = {
+        "hangs": hangs,
+        "hangs_here": hangs_here,
+        "share": share_of("1"),
+        "partial": partial,
+    }
     specs = [RewardSpec(f"python:{name}", function=function) for name, function in functions.items()]
     with RewardRunner(specs, timeout_s=0.5) as runner:
         result = runner.score(["p"], ["1a"], {})
@@ -278,7 +312,10 @@ def test_function_objects_run_in_workers_that_can_be_killed(tmp_path):
     ("code", "heavy"),
     [
         ("from grpo import train", {"torch"}),
-        ("import grpo.workers.host, grpo.rewards.calls, grpo.turns.sessions", {"torch", "numpy", "pydantic"}),
+        (
+            "import grpo.workers.host, grpo.rewards.calls, grpo.turns.sessions",
+            {"torch", "numpy", "pydantic"},
+        ),
         (
             "from grpo.config import load_config; load_config(['rollout.top_k=3'])",
             {"torch", "transformers", "datasets", "numpy"},
@@ -308,11 +345,24 @@ def test_two_ranks_and_one_of_a_script_in_another_folder(random_model, tmp_path)
     script = tmp_path / "script.py"
     options = settings(str(random_model), "set below")
     script.write_text(SCRIPT % options)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node=2",
+    ]
     environment = environment_of_runs({"PYTHONPATH": str(ROOT)})
     for launch, ranks in ((launcher, 2), ([sys.executable], 1)):
         command = [*launch, str(script), str(tmp_path / f"ranks{ranks}")]
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+        done = subprocess.run(
+            command,
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
         assert done.returncode == 0, done.stderr[-3000:]
         assert done.stdout.count("result 2 2") == 2 * ranks, done.stdout
     for seed in "01":
@@ -328,11 +378,19 @@ def test_a_copy_of_the_page_or_a_folder_beside_the_program_is_refused(name, rand
         other.write_bytes(PAGE.read_bytes())
     else:
         other.mkdir()
-        monkeypatch.setattr(sys, "path", [entry for entry in sys.path if Path(entry or ".").resolve() != ROOT])
+        monkeypatch.setattr(
+            sys,
+            "path",
+            [entry for entry in sys.path if Path(entry or ".").resolve() != ROOT],
+        )
     monkeypatch.delitem(sys.modules, "train_grpo", raising=False)
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ValueError) as error:
-        train(settings(random_model, tmp_path / "run"), dataset=ROWS, reward_functions=share_of("1"))
+        train(
+            settings(random_model, tmp_path / "run"),
+            dataset=ROWS,
+            reward_functions=share_of("1"),
+        )
     shown = other if name.endswith(".py") else name
     assert str(error.value) == f"{shown} hides {PAGE}, which grpo.train() runs: rename it"
     assert "train_grpo" not in sys.modules
@@ -344,7 +402,11 @@ def test_a_second_run_in_a_thread_is_refused(tmp_path, random_model):
     from grpo.library import RUNNING
 
     with RUNNING, pytest.raises(ValueError, match="is running in this process"):
-        train(settings(random_model, tmp_path), dataset=ROWS, reward_functions=lambda completions, **_: [0.0] * 4)
+        train(
+            settings(random_model, tmp_path),
+            dataset=ROWS,
+            reward_functions=lambda completions, **_: [0.0] * 4,
+        )
     assert RUNNING.acquire(blocking=False), "the refused call does not hold the lock"
     RUNNING.release()
 
@@ -353,13 +415,20 @@ def test_a_result_leaves_out_what_was_not_computed(tmp_path):
     lines = [
         {"step": 0, "eval/greedy_accuracy": 0.25, "eval/rewards/judge": None},
         {"step": 1, "reward": None, "entropy": None},
-        {"step": 2, "reward": 0.5, "entropy": 0.1, "eval/greedy_accuracy": 0.5, "eval/rewards/judge": None},
+        {
+            "step": 2,
+            "reward": 0.5,
+            "entropy": 0.1,
+            "eval/greedy_accuracy": 0.5,
+            "eval/rewards/judge": None,
+        },
     ]
     with pytest.raises(ValueError, match=r"is not a run: metrics\.jsonl has no step"):
         TrainingResult.load(tmp_path)
     written = "".join(json.dumps(line) + "\n" for line in lines)
     (tmp_path / "metrics.jsonl").write_text(written + '{"step": 3, "rew')  # the process was killed
     result = TrainingResult.load(tmp_path)
-    assert result.before == {"eval/greedy_accuracy": 0.25} and result.after == {"eval/greedy_accuracy": 0.5}
+    assert result.before == {"eval/greedy_accuracy": 0.25}
+    assert result.after == {"eval/greedy_accuracy": 0.5}
     assert result.metrics == lines
     assert "greedy accuracy                  25.0%     50.0%" in repr(result)

@@ -60,7 +60,11 @@ class Game(Environment):
         marks = ""
         for right, letter in zip(SECRET, guess, strict=False):
             marks += "G" if right == letter else "X"
-        return self._say(f"\n{guess} {marks}", marks.count("G") / 3, guess == SECRET or self.num_turns == 3)
+        return self._say(
+            f"\n{guess} {marks}",
+            marks.count("G") / 3,
+            guess == SECRET or self.num_turns == 3,
+        )
 
     def _say(self, text: str, reward: float | None, done: bool) -> Feedback:
         self.history += text

@@ -135,7 +135,8 @@ def _turns(row: dict) -> list[tuple[str, str | None, bool]]:
         else:
             before = "\n<|im_start|>user\n"
             after = "<|im_end|>\n<|im_start|>assistant\n"
-            assert text.startswith(before) and text.endswith(after)
+            assert text.startswith(before)
+            assert text.endswith(after)
             turns[-1][1] = text.removeprefix(before).removesuffix(after)
     return [tuple(turn) for turn in turns]
 
@@ -145,7 +146,8 @@ def check_metrics(output: Path, name: str) -> None:
     lines = metrics_of(output)
     steps = [line for line in lines if "loss" in line]
     evaluations = [line for line in lines if f"eval/rewards/{name}" in line]
-    assert len(steps) == 2 and len(evaluations) == 1
+    assert len(steps) == 2
+    assert len(evaluations) == 1
     assert all(line["frac_unscorable"] == 0.0 and line["stop_reason/failed"] == 0.0 for line in steps)
     assert all(line["turns/mean"] > 1 for line in steps)
     assert any(line["grad_norm"] > 0 for line in steps)

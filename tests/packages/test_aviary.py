@@ -23,7 +23,12 @@ PHRASES = [
     call("submit_answer", answer="5"),
     call("submit_answer", answer="1400"),
 ]
-ROWS = [("What is 2+3?", "5"), ("What is 700*2?", "1,400"), ("What is 10/2?", "5"), ("What is 2*700?", "1,400")]
+ROWS = [
+    ("What is 2+3?", "5"),
+    ("What is 700*2?", "1,400"),
+    ("What is 10/2?", "5"),
+    ("What is 2*700?", "1,400"),
+]
 
 
 async def play(problem: CalculatorEnv, messages: list[dict]) -> float:

@@ -21,7 +21,11 @@ def begin(row):
 
     def step(action):
         (total, _, _), reward, terminated, truncated, _ = game.step(len(action) % 2)
-        return f"Your cards count {total}. Do you hit or stick?", reward, terminated or truncated
+        return (
+            f"Your cards count {total}. Do you hit or stick?",
+            reward,
+            terminated or truncated,
+        )
 
     return f"Your cards count {total}, the dealer shows {shown}. Do you hit or stick?", step
 

@@ -52,7 +52,12 @@ def test_a_training_with_skyrls_rows_is_replayed_by_hand(tmp_path):
     with open(dataset, "w") as file:
         for number in range(4):
             print(json.dumps(row_of_gsm8k(number)), file=file)
-    output = train(tmp_path, f"{__file__}:Game", f"data.dataset={dataset}", f"data.eval_dataset={dataset}")
+    output = train(
+        tmp_path,
+        f"{__file__}:Game",
+        f"data.dataset={dataset}",
+        f"data.eval_dataset={dataset}",
+    )
     check_metrics(output, "Game")
     rows = replay(output, begin)
     assert len({row["reward"] for row in rows}) > 2

@@ -22,7 +22,17 @@ from grpo.rewards.code import check_rows
         (("70", 71, None, ""), ["70", "71"]),
         *((nothing, []) for nothing in (None, math.nan, "", " ", [], [None])),
         # Texts that begin as a list does.
-        *((text, [text]) for text in ("[0, 1]", "[-2,7)", "[]", "['a', 5]", "['a'] + ['b']", "[it's 5, isn't it]")),
+        *(
+            (text, [text])
+            for text in (
+                "[0, 1]",
+                "[-2,7)",
+                "[]",
+                "['a', 5]",
+                "['a'] + ['b']",
+                "[it's 5, isn't it]",
+            )
+        ),
     ],
 )
 def test_the_texts_of_a_reference_answer(answer, texts):
@@ -35,7 +45,12 @@ OTHERS = {
     "not a list in a list": [["70"]],
     "not a dict in a list": [{"answer": "70"}],
 }
-TEXTS_OF_LISTS = ("['70']", '["it\'s 70", "71"]', str(["\\frac{1}{2}"]), "['70' '71']")  # the last of a NumPy array
+TEXTS_OF_LISTS = (
+    "['70']",
+    '["it\'s 70", "71"]',
+    str(["\\frac{1}{2}"]),
+    "['70' '71']",
+)  # the last of a NumPy array
 
 
 @pytest.mark.parametrize("message", OTHERS)
@@ -53,7 +68,12 @@ def test_any_item_of_a_list_is_right(name):
     def scores(*references):
         response = "I think.</think> <answer>70</answer>"
         reward = load_reward(name)
-        return reward([""] * len(references), [response] * len(references), answer=list(references), **args)
+        return reward(
+            [""] * len(references),
+            [response] * len(references),
+            answer=list(references),
+            **args,
+        )
 
     right = scores("70")[0]
     assert right > 0
@@ -65,7 +85,10 @@ def test_any_item_of_a_list_is_right(name):
 
 
 def test_the_start_of_a_run_reads_every_reference_answer():
-    rows = [{"answer": ["70", "71"], "gold": None}, {"answer": {"style": "rule", "ground_truth": "70"}, "gold": b"70"}]
+    rows = [
+        {"answer": ["70", "71"], "gold": None},
+        {"answer": {"style": "rule", "ground_truth": "70"}, "gold": b"70"},
+    ]
 
     def check(*specs):
         check_rows(specs, rows, "data.dataset=FILE", ["line 1", "line 2"])
@@ -79,12 +102,23 @@ def test_the_start_of_a_run_reads_every_reference_answer():
     for text in TEXTS_OF_LISTS:
         rows[1] = {"answer": text}
         with pytest.raises(
-            ValueError, match=r"line 2, column answer: .* is the text of a list: data.answer_pattern takes"
+            ValueError,
+            match=r"line 2, column answer: .* is the text of a list: data.answer_pattern takes",
         ):
             check(RewardSpec("accuracy"))
         # An answer that a pattern has found is meant as it is.
-        check_rows([RewardSpec("accuracy")], rows, "data.dataset=FILE", ["line 1", "line 2"], has_pattern=True)
-    check(RewardSpec("mine.py:reads_anything"), RewardSpec("reasoning_gym"), RewardSpec("format"))
+        check_rows(
+            [RewardSpec("accuracy")],
+            rows,
+            "data.dataset=FILE",
+            ["line 1", "line 2"],
+            has_pattern=True,
+        )
+    check(
+        RewardSpec("mine.py:reads_anything"),
+        RewardSpec("reasoning_gym"),
+        RewardSpec("format"),
+    )
 
 
 def rows_of_table(name: str) -> list[list[str]]:

@@ -18,40 +18,94 @@ def test_parse_number():
         "$\\$1{,}000$": 1000, "1,\\!000.5": 1000.5, "1\\ 000\\;000": 10**6, "$5$": 5, "5.": 5, ".5": Fraction(1, 2),
         "1/3": Fraction(1, 3), "1e3": 1000,
     }  # fmt: skip
-    numbers |= dict.fromkeys(["", ".", "--5", "12,34", "1\\,00", "5\\$6", "US\\$5", "x", "1/0", "1e99999", "1 2", "٣"])
+    numbers |= dict.fromkeys(
+        [
+            "",
+            ".",
+            "--5",
+            "12,34",
+            "1\\,00",
+            "5\\$6",
+            "US\\$5",
+            "x",
+            "1/0",
+            "1e99999",
+            "1 2",
+            "٣",
+        ]
+    )
     assert {text: parse_number(text) for text in numbers} == numbers
 
 
 def test_equality_is_exact_and_falls_back_to_text():
-    assert answers_equal("0.5", "1/2") and not answers_equal("0.333333", "1/3")
-    assert answers_equal(0.1, "0.10") and answers_equal(72, "72.0")
-    assert answers_equal("  The  Cat. ", "the cat") and not answers_equal("cat", "5") and not answers_equal("5", "")
+    assert answers_equal("0.5", "1/2")
+    assert not answers_equal("0.333333", "1/3")
+    assert answers_equal(0.1, "0.10")
+    assert answers_equal(72, "72.0")
+    assert answers_equal("  The  Cat. ", "the cat")
+    assert not answers_equal("cat", "5")
+    assert not answers_equal("5", "")
     assert not answers_equal("9007199254740993", "9007199254740992")
 
 
 def test_lenient_takes_the_last_number():
-    texts = {"The answer is 1,234.": "1,234", "10-5": "5", "it is -5": "-5", "a −7 b": "-7", "= -$5.50!": "-$5.50"}
-    texts |= {"now -\\$1{,}000": "-1000", "3€, then -5€": "-5", "1\\,000": "1000", "1{,}00": "00", "5\\$6": "$6"}
-    texts |= {"1,2,3": "3", "costs $-3": "$-3", "x=.5": ".5", "1,000,000.25 in all": "1,000,000.25", "none": None}
+    texts = {
+        "The answer is 1,234.": "1,234",
+        "10-5": "5",
+        "it is -5": "-5",
+        "a −7 b": "-7",
+        "= -$5.50!": "-$5.50",
+    }
+    texts |= {
+        "now -\\$1{,}000": "-1000",
+        "3€, then -5€": "-5",
+        "1\\,000": "1000",
+        "1{,}00": "00",
+        "5\\$6": "$6",
+    }
+    texts |= {
+        "1,2,3": "3",
+        "costs $-3": "$-3",
+        "x=.5": ".5",
+        "1,000,000.25 in all": "1,000,000.25",
+        "none": None,
+    }
     assert {text: extract_answer(text, "lenient") for text in texts} == texts
 
 
 def test_strict_needs_exactly_one_tag():
-    texts = {GOOD: "4", "<answer> 4\n</answer> 5": "4", "<answer>4</answer> <think>5</think>": "4"}
+    texts = {
+        GOOD: "4",
+        "<answer> 4\n</answer> 5": "4",
+        "<answer>4</answer> <think>5</think>": "4",
+    }
     texts |= {"<think>5</think> <answer>4</answer> <think>5</think>": "4"}
-    wrong = ["4", "<answer>4", "</answer>4<answer>", "<answer>4</answer><answer>4</answer>", "<answer> </answer>"]
-    wrong += ["<answer><answer>4</answer>", "<answer>4</answer></answer>", "<think><answer>4</answer></think> 5"]
+    wrong = [
+        "4",
+        "<answer>4",
+        "</answer>4<answer>",
+        "<answer>4</answer><answer>4</answer>",
+        "<answer> </answer>",
+    ]
+    wrong += [
+        "<answer><answer>4</answer>",
+        "<answer>4</answer></answer>",
+        "<think><answer>4</answer></think> 5",
+    ]
     wrong += ["opened by the prompt <answer>4</answer></think> 5"]
     texts |= dict.fromkeys(wrong)
     assert {text: extract_answer(text) for text in texts} == texts
 
 
 def test_the_default_format_needs_each_tag_once():
-    assert has_format(GOOD) and has_format("\n" + GOOD + "\n")
-    assert not has_format(GOOD + "x") and not has_format(GOOD.replace("</think>", ""))
+    assert has_format(GOOD)
+    assert has_format("\n" + GOOD + "\n")
+    assert not has_format(GOOD + "x")
+    assert not has_format(GOOD.replace("</think>", ""))
     assert not has_format("<think><think>a</think><answer>4</answer>")
     assert not has_format("<answer>4</answer><think>a</think>")
-    assert has_format("<r>\n1\n</r>", r"<r>.*</r>") and not has_format("a<r>1</r>", r"<r>.*</r>")
+    assert has_format("<r>\n1\n</r>", r"<r>.*</r>")
+    assert not has_format("a<r>1</r>", r"<r>.*</r>")
 
 
 def test_completion_text_of_both_kinds():
@@ -86,7 +140,13 @@ def test_answers_are_read_in_the_turns_of_the_model(mode, right, role):
     # A message without a role is the model's.
     completions.append([{"content": right}])
     accuracy = load_reward("accuracy")
-    assert accuracy(["q"] * 5, completions, answer=["42"] * 5, mode=mode) == [0.0, 0.0, 1.0, 1.0, 1.0]
+    assert accuracy(["q"] * 5, completions, answer=["42"] * 5, mode=mode) == [
+        0.0,
+        0.0,
+        1.0,
+        1.0,
+        1.0,
+    ]
 
 
 def test_accuracy():
@@ -106,12 +166,36 @@ def test_format_and_tag_groups():
 
 
 def test_exact_or_stripped():
-    texts = ["<SOLUTION>4</SOLUTION>", "<SOLUTION> 4\n</SOLUTION>", "<SOLUTION>4.0</SOLUTION>", "4", "4"]
+    texts = [
+        "<SOLUTION>4</SOLUTION>",
+        "<SOLUTION> 4\n</SOLUTION>",
+        "<SOLUTION>4.0</SOLUTION>",
+        "4",
+        "4",
+    ]
     reward = load_reward("exact_or_stripped")
-    assert reward([""] * 5, texts, answer=["4", "4", "4", "4", None], tag="SOLUTION") == [3.0, 1.5, 0.0, 0.0, None]
-    texts = ["<a>x</a><b>4</b>\n", "<a>x</a> <b> 4 </b>", "<a>x</a><b>5</b>", "<b>4</b>", "<a>x</a><b>4</b> so"]
+    assert reward([""] * 5, texts, answer=["4", "4", "4", "4", None], tag="SOLUTION") == [
+        3.0,
+        1.5,
+        0.0,
+        0.0,
+        None,
+    ]
+    texts = [
+        "<a>x</a><b>4</b>\n",
+        "<a>x</a> <b> 4 </b>",
+        "<a>x</a><b>5</b>",
+        "<b>4</b>",
+        "<a>x</a><b>4</b> so",
+    ]
     whole = r"\s*<a>.*</a>\s*<b>(?P<answer>.+?)</b>\s*"
-    assert reward([""] * 5, texts, answer=["4"] * 5, pattern=whole) == [3.0, 1.5, 0.0, 0.0, 0.0]
+    assert reward([""] * 5, texts, answer=["4"] * 5, pattern=whole) == [
+        3.0,
+        1.5,
+        0.0,
+        0.0,
+        0.0,
+    ]
 
 
 def test_pattern_answer_reads_a_group_of_a_whole_match():
@@ -128,7 +212,10 @@ def test_pattern_answer_reads_a_group_of_a_whole_match():
         found = reward([""] * len(texts), list(texts), answer=[reference] * len(texts), pattern=pattern)
         assert dict(zip(texts, found, strict=True)) == texts
     assert reward(
-        [""], ["<t>x</t> <answer></answer>"], answer=["."], pattern=r"<t>.*<answer>(?P<answer>.*)</answer>"
+        [""],
+        ["<t>x</t> <answer></answer>"],
+        answer=["."],
+        pattern=r"<t>.*<answer>(?P<answer>.*)</answer>",
     ) == [0.0]
 
 
@@ -155,7 +242,23 @@ def test_expressions_are_exact_and_bounded():
     assert evaluate_expression("1/3 + 1/3 + 1/3") == (1, [1, 3, 1, 3, 1, 3])
     assert evaluate_expression("2 - -(3 - 1) * 4 ÷ [2]") == (6, [2, 3, 1, 4, 2])
     assert evaluate_expression(" (8 - 3 - 2) * 3 / 4 ")[0] == Fraction(9, 4)
-    wrong = ["", "1 +", "(1", "1 2", "2 ** 3", "1/(2-2)", "1.5", "a", "3(4)", "1//2", "1e5", "1_000", "²", "٣+1", "1,2"]
+    wrong = [
+        "",
+        "1 +",
+        "(1",
+        "1 2",
+        "2 ** 3",
+        "1/(2-2)",
+        "1.5",
+        "a",
+        "3(4)",
+        "1//2",
+        "1e5",
+        "1_000",
+        "²",
+        "٣+1",
+        "1,2",
+    ]
     wrong += ["__import__('os').getcwd()", "9" * 501, "1" + "+1" * 500]
     for text in [*wrong, "(" * 60 + "1" + ")" * 60, "(" * 5000 + "1" + ")" * 5000]:
         assert load_reward("countdown")([""], [f"<answer>{text}</answer>"], numbers=[[9]], target=[9]) == [0.0]
@@ -183,8 +286,20 @@ def test_math_verify_reads_the_answer_and_never_the_thinking():
     reward = load_reward("math_verify")
     scores = reward([""] * len(texts), texts, answer=["30"] * (len(texts) - 1) + [None], value=2.0)
     assert scores == [2.0] * len(RIGHT) + [0.0] * len(WRONG) + [None]
-    texts = ["<r>30</r> 31", "30", "<answer>30</answer>", "<think><r>30</r></think>", "<r>30"]
-    assert reward([""] * 5, texts, answer=["30"] * 5, tag="r") == [1.0, 0.0, 0.0, 0.0, 0.0], "a tag, and nothing else"
+    texts = [
+        "<r>30</r> 31",
+        "30",
+        "<answer>30</answer>",
+        "<think><r>30</r></think>",
+        "<r>30",
+    ]
+    assert reward([""] * 5, texts, answer=["30"] * 5, tag="r") == [
+        1.0,
+        0.0,
+        0.0,
+        0.0,
+        0.0,
+    ], "a tag, and nothing else"
 
 
 def test_r1_zero():
@@ -203,11 +318,27 @@ def test_r1_zero():
 @pytest.mark.parametrize(
     ("name", "args", "message"),
     [
-        ("accuracy", {"mode": "loose"}, "mode must be one of 'strict', 'lenient', 'boxed', '####', got 'loose'"),
+        (
+            "accuracy",
+            {"mode": "loose"},
+            "mode must be one of 'strict', 'lenient', 'boxed', '####', got 'loose'",
+        ),
         ("pattern_answer", {"pattern": "So"}, r"'So' has no group of that name"),
-        ("soft_overlong", {"max_length": 10, "cache_length": 20, "completion_ids": []}, "cache_length <= max_length"),
-        ("python_tests", {"memory_mb": 0}, "each limit must be positive, got .*memory_mb=0"),
-        ("math_verify", {}, r"^reward 'math_verify' needs the package math_verify .*pip install -e '\.\[math\]'$"),
+        (
+            "soft_overlong",
+            {"max_length": 10, "cache_length": 20, "completion_ids": []},
+            "cache_length <= max_length",
+        ),
+        (
+            "python_tests",
+            {"memory_mb": 0},
+            "each limit must be positive, got .*memory_mb=0",
+        ),
+        (
+            "math_verify",
+            {},
+            r"^reward 'math_verify' needs the package math_verify .*pip install -e '\.\[math\]'$",
+        ),
         ("reasoning_gym", {}, r"needs the package reasoning_gym .*'\.\[gym\]'$"),
     ],
 )

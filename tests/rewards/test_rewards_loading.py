@@ -21,11 +21,16 @@ def write(tmp_path):
 def test_from_a_file_with_a_neighbour_and_from_a_module(write, tmp_path, monkeypatch):
     write("SCORE = 3.0", "neighbour_of_a_reward.py")
     write(
-        "from neighbour_of_a_reward import SCORE\ndef three(prompts, completions): return [SCORE]\n", "three_module.py"
+        "from neighbour_of_a_reward import SCORE\ndef three(prompts, completions): return [SCORE]\n",
+        "three_module.py",
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    for spec in (f"{tmp_path}/three_module.py:three", "three_module:three", "three_module.py:three"):
+    for spec in (
+        f"{tmp_path}/three_module.py:three",
+        "three_module:three",
+        "three_module.py:three",
+    ):
         assert load_reward(spec)(["a"], ["b"]) == [3.0]
 
 
@@ -57,7 +62,12 @@ def test_arguments_of_a_configuration():
     for name, function, args, message in [
         ("accuracy", None, {"vlaue": 2.0}, "no argument 'vlaue' .*it has mode, value"),
         ("accuracy", None, {"tag": "<answer>"}, "tag must be a bare name"),
-        ("soft_overlong", None, {"max_length": True}, "max_length must be of type int, got True"),
+        (
+            "soft_overlong",
+            None,
+            {"max_length": True},
+            "max_length must be of type int, got True",
+        ),
         ("m:any", lambda **columns: 0, {"completions": []}, "no argument 'completions'"),
     ]:
         with pytest.raises(ValueError, match=message):
@@ -75,7 +85,16 @@ def test_args_of_a_configuration_win_over_columns():
     def mine(completions, scale=1.0, other=1.0, trainer_state=None, **columns):
         return scale, other, trainer_state.global_step, sorted(columns)
 
-    names = ("scale", "other", "more", "prompts", "completions", "completion_ids", "trainer_state", "log_metric")
+    names = (
+        "scale",
+        "other",
+        "more",
+        "prompts",
+        "completions",
+        "completion_ids",
+        "trainer_state",
+        "log_metric",
+    )
     columns = {name: ["from the column"] for name in names}
     expected = (2.0, ["from the column"], 3, ["completion_ids", "more", "prompts"])
     assert call_reward(mine, {"scale": 2.0}, columns, Logged(1), TrainerState(3)) == expected

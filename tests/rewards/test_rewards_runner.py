@@ -125,7 +125,16 @@ def run(path):
     """``run("moody", [...])`` -> RewardResult, each time with a fresh runner."""
     runners = []
 
-    def run(names, completions, columns=None, *, args=None, completion_ids=None, prompts=None, **settings):
+    def run(
+        names,
+        completions,
+        columns=None,
+        *,
+        args=None,
+        completion_ids=None,
+        prompts=None,
+        **settings,
+    ):
         names = [names] if isinstance(names, str) else names
         runner = RewardRunner([RewardSpec(f"{path}:{n}", 1.0, args or {}) for n in names], **settings)
         runners.append(runner)
@@ -168,7 +177,8 @@ def test_one_bad_row_costs_one_reward(run, word, caplog):
     assert column(result) == [1.0, None, 1.0, 1.0]
     assert result.failures == [1]
     expected = {"raise": "a bad row", "exit": "SystemExit", "segfault": "signal 11"}[word]
-    assert expected in result.first_traceback["moody"] and expected in caplog.text
+    assert expected in result.first_traceback["moody"]
+    assert expected in caplog.text
     assert "first for prompt '" in caplog.text
 
 
@@ -190,7 +200,8 @@ def test_a_failed_batch_is_called_group_by_group_and_says_so(path, caplog, tmp_p
         for times in (1, 0):
             caplog.clear()
             result = runner.score(["p", "p", "q", "q"], ["1", "all", "2", "1"], {})
-            assert column(result) == [0.0, 1.0, 1.0, 0.0] and result.failures == [0]
+            assert column(result) == [0.0, 1.0, 1.0, 0.0]
+            assert result.failures == [0]
             assert caplog.text.count("WARNING") == times
 
 
@@ -214,18 +225,25 @@ def test_a_hanging_row_is_killed(run):
     start = time.perf_counter()
     result = run("moody", ["ok", "spin", "ok"], timeout_s=0.5)
     assert column(result) == [1.0, None, 1.0]
-    assert result.failures == [1] and "did not answer within 0.5 s" in result.first_traceback["moody"]
+    assert result.failures == [1]
+    assert "did not answer within 0.5 s" in result.first_traceback["moody"]
     assert time.perf_counter() - start < 60, "without the limit it never ends"
 
 
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ("[1.0]", "'given' returned 1 values for 2 completions: \\[1.0\\]; expected a list of 2 values"),
+        (
+            "[1.0]",
+            "'given' returned 1 values for 2 completions: \\[1.0\\]; expected a list of 2 values",
+        ),
         ("['1.0', 1.0]", "'given' returned '1.0' of type str for completion 0; expected"),
         ("[1.0, math.inf]", "'given' returned inf of type float for completion 1"),
         ("log_metric('mine', '1')", "expected a finite number"),
-        ("log_extra('note', ['x'])", "with 1 values for 2 completions: expected one per completion"),
+        (
+            "log_extra('note', ['x'])",
+            "with 1 values for 2 completions: expected one per completion",
+        ),
         (
             "[log_extra('n', [1, 2]), log_extra('n', [1, 2])]",
             "'given_2' called log_extra\\('n', ...\\), as another reward",
@@ -264,7 +282,8 @@ def test_the_worker_lives_across_steps_and_ends_with_close(path):
         os.waitid(os.P_PID, first, os.WEXITED | os.WNOWAIT)
         result = runner.score(["q"], ["a"], {})
         second = int(result.values[0][0])
-        assert second != first and result.failures == [0]
+        assert second != first
+        assert result.failures == [0]
     with pytest.raises(ProcessLookupError):
         os.kill(second, 0)
 
@@ -322,17 +341,23 @@ def test_a_column_holds_members_of_the_functions_enum():
 def test_async_rewards_of_a_step_run_concurrently(run):
     """Each of the two returns only when the other has started: one after the other, the first would time out."""
     result = run(["waits_for_another", "length", "waits_for_another"], ["a", "b"])
-    assert result.values == [[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]] and result.failures == [0, 0, 0]
+    assert result.values == [[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]
+    assert result.failures == [0, 0, 0]
 
 
 def test_async_rewards_have_copies_of_their_own(run):
-    result = run(["changes", "reads"], ["a", "b"], {"messages": [{"content": "text"}, {"content": "text"}]})
+    result = run(
+        ["changes", "reads"],
+        ["a", "b"],
+        {"messages": [{"content": "text"}, {"content": "text"}]},
+    )
     assert result.values == [[1.0, 1.0], [1.0, 1.0]]
 
 
 def test_async_rows_fail_alone(run):
     result = run(["async_moody", "sleepy"], ["ok", "raise", "hang", "cancel"], timeout_s=1.0)
-    assert column(result) == [1.0, None, None, None] and column(result, 1) == [1.0] * 4
+    assert column(result) == [1.0, None, None, None]
+    assert column(result, 1) == [1.0] * 4
     assert result.failures == [3, 0]
 
 
@@ -340,7 +365,8 @@ def test_async_rows_fail_alone(run):
 def test_a_coroutine_that_blocks_the_loop_is_killed(run, monkeypatch):
     monkeypatch.setattr(process, "GRACE_SECONDS", 0.2)
     result = run(["async_moody", "sleepy"], ["ok", "block"], timeout_s=0.8)
-    assert column(result) == [1.0, None] and column(result, 1) == [1.0, 1.0]
+    assert column(result) == [1.0, None]
+    assert column(result, 1) == [1.0, 1.0]
     assert result.failures == [1, 0]
 
 
@@ -349,11 +375,24 @@ def test_check_finds_mistakes_before_the_first_step(path, tmp_path):
     for name, args, columns, message in [
         (f"{path}:scaled", {"scael": 2.0}, None, "has no argument 'scael'"),
         ("format", {"pattern": "("}, None, "reward 'format': .*unterminated subpattern"),
-        ("accuracy", {}, ["solution"], "'accuracy' needs the column\\(s\\) answer; the rows have solution"),
+        (
+            "accuracy",
+            {},
+            ["solution"],
+            "'accuracy' needs the column\\(s\\) answer; the rows have solution",
+        ),
         (f"{path}:named", {}, ["x"], "'named' needs the column\\(s\\) answer"),
-        (f"{tmp_path}/exits.py:f", {}, None, "reward '.*' cannot be loaded: its worker process exited with status 5"),
+        (
+            f"{tmp_path}/exits.py:f",
+            {},
+            None,
+            "reward '.*' cannot be loaded: its worker process exited with status 5",
+        ),
     ]:
-        with RewardRunner([RewardSpec(name, 1.0, args)]) as runner, pytest.raises(ValueError, match=message) as caught:
+        with (
+            RewardRunner([RewardSpec(name, 1.0, args)]) as runner,
+            pytest.raises(ValueError, match=message) as caught,
+        ):
             runner.check(columns)
         assert "\n" not in str(caught.value)
 

@@ -19,11 +19,24 @@ import pytest
 from grpo.rewards import RewardRunner, RewardSpec, load_reward
 from grpo.rewards.code import check_rows, extract_code, read_tests
 from grpo.workers import sandbox
-from grpo.workers.sandbox import Limits, SandboxError, SandboxUnavailable, _results, run_python
+from grpo.workers.sandbox import (
+    Limits,
+    SandboxError,
+    SandboxUnavailable,
+    _results,
+    run_python,
+)
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the sandbox needs Linux")
 ROOT = Path(__file__).parents[2]
-LIMITS = Limits(test_seconds=1.5, total_seconds=4.0, memory_mb=256, disk_mb=4, processes=8, output_kb=256)
+LIMITS = Limits(
+    test_seconds=1.5,
+    total_seconds=4.0,
+    memory_mb=256,
+    disk_mb=4,
+    processes=8,
+    output_kb=256,
+)
 SHORT = dataclasses.replace(LIMITS, test_seconds=0.5)
 
 
@@ -76,7 +89,12 @@ def own_sandboxes(tmp_path, monkeypatch):
 def test_fraction_of_tests_passed(sandboxed):
     reward = load_reward("python_tests")
     code = "Sure:\n```python\ndef double(x):\n    return x * 2\n```\nThat is it."
-    tests = ["assert double(2) == 4", "assert double('a') == 'aa'", "assert double(1) == 3", "assert triple(1) == 3"]
+    tests = [
+        "assert double(2) == 4",
+        "assert double('a') == 'aa'",
+        "assert double(1) == 3",
+        "assert triple(1) == 3",
+    ]
     programs = [{"input": "2 3\n", "output": "5"}, {"input": "1 1", "output": "3\n"}]
     texts = [code, code, "no code here", "print(sum(map(int, input().split())))", code]
     rows = [tests, '["assert double(2) == 4"]', tests, programs, None]
@@ -91,10 +109,17 @@ def test_through_the_runner(sandboxed):
         runner.check(["tests"])
         hang = "while True: pass"
         right = "def f(): return 1"
-        texts = [right, hang, "import os\nos._exit(0)", "import sys\nsys.exit(0)", "def f(:"]
+        texts = [
+            right,
+            hang,
+            "import os\nos._exit(0)",
+            "import sys\nsys.exit(0)",
+            "def f(:",
+        ]
         result = runner.score([""] * 5, texts, {"tests": [["assert f() == 1"]] * 5})
     # Code that hangs scores 0: it is the policy's fault.
-    assert [row[0] for row in result.values] == [1.0, 0.0, 0.0, 0.0, 0.0] and result.failures == [0]
+    assert [row[0] for row in result.values] == [1.0, 0.0, 0.0, 0.0, 0.0]
+    assert result.failures == [0]
     late = pytest.raises(ValueError, match=r"total_seconds = 0\.5 must be less than reward\.timeout_s")
     with late, RewardRunner([spec], timeout_s=0.5) as runner:
         runner.check()
@@ -108,7 +133,8 @@ asyncio.run(main())
 thread = threading.Thread(target=print, args=("thread",)); thread.start()
 with tempfile.TemporaryFile("w+") as f: f.write("file"); f.seek(0); print(f.read())
 """)
-    assert result.status == "passed" and sorted(result.output.split()) == ["async", "file", "thread"]
+    assert result.status == "passed"
+    assert sorted(result.output.split()) == ["async", "file", "thread"]
 
 
 IGNORE_SIGNALS = "import signal, time\nfor s in set(range(1, 32)) - {9, 19}: signal.signal(s, signal.SIG_IGN)\n"
@@ -174,7 +200,8 @@ print(total >> 20)
 
 def test_flood_of_output(attack):
     result = attack("for _ in range(1024): print('x' * (1 << 20))")
-    assert result.status == "output" and result.output == "x" * (LIMITS.output_kb << 10)
+    assert result.status == "output"
+    assert result.output == "x" * (LIMITS.output_kb << 10)
 
 
 @pytest.fixture
@@ -197,8 +224,11 @@ for path in [{str(secret)!r}, {__file__!r}, "/etc/passwd", "/etc/hostname", "/pr
     except OSError: pass
 print(sorted(os.listdir("/")), os.listdir("/sandbox"), os.environ.get("PATH"), len(os.environ))
 """)
-    assert "secret" not in result.output and __file__ not in result.output and "/proc" not in result.output
-    assert "/etc/" not in result.output and result.output.strip().endswith("[] None 2")
+    assert "secret" not in result.output
+    assert __file__ not in result.output
+    assert "/proc" not in result.output
+    assert "/etc/" not in result.output
+    assert result.output.strip().endswith("[] None 2")
 
 
 def test_writing_files_outside(attack, open_folder):
@@ -216,8 +246,10 @@ for path in ["/dev/null", "/etc/ld.so.cache", os.__file__]:
     except OSError as error: print(path * (error.errno not in (errno.EROFS, errno.ENOENT)), end="")
 open("/sandbox/mine", "w").write("x"); open("/tmp/mine too", "w").write("x"); open("/dev/null", "w").write("x")
 """)
-    assert result.status == "passed" and result.output == ""
-    assert victim.read_text() == "unharmed" and not (open_folder / "new").exists()
+    assert result.status == "passed"
+    assert result.output == ""
+    assert victim.read_text() == "unharmed"
+    assert not (open_folder / "new").exists()
 
 
 def test_programs_of_the_host(attack):
@@ -231,7 +263,8 @@ for program in programs:
         except OSError: os._exit(0)
     os.wait()
 """)
-    assert result.status == "passed" and result.output == ""
+    assert result.status == "passed"
+    assert result.output == ""
 
 
 MOUNTS = """
@@ -255,7 +288,12 @@ print(run_python(mount_two(os.path.dirname(os.__file__) + "/curses"), [{"input":
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")
 def test_mounts_below_the_libraries_are_read_only(sandboxed, tmp_path):
     """Two mounts, one below the other, in a mount namespace of the new process."""
-    run = subprocess.run([sys.executable, "-c", MOUNTS, str(tmp_path)], capture_output=True, text=True, cwd=ROOT)
+    run = subprocess.run(
+        [sys.executable, "-c", MOUNTS, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
     assert run.stdout.split() == [str(errno.EROFS)] * 2, run.stderr
 
 
@@ -324,7 +362,8 @@ for become in (lambda: os.setuid(0), lambda: os.setgid(0), lambda: os.setgroups(
     try: become(); print("became")
     except OSError: pass
 """)
-    assert "became" not in result.output and (os.getuid() or result.output.startswith("False"))
+    assert "became" not in result.output
+    assert os.getuid() or result.output.startswith("False")
 
 
 def test_daemons(attack):
@@ -344,7 +383,13 @@ print("left")
 
 
 def test_a_forged_exit_is_no_pass(sandboxed):
-    for code in ("import os; os._exit(0)", "import sys; sys.exit(0)", "raise SystemExit", "import atexit", "exit()"):
+    for code in (
+        "import os; os._exit(0)",
+        "import sys; sys.exit(0)",
+        "raise SystemExit",
+        "import atexit",
+        "exit()",
+    ):
         assert run_python(code, [{"code": "assert False"}], LIMITS)[0].status == "failed"
 
 
@@ -378,7 +423,8 @@ for descriptor in [0, *range(2, 64)]:
     try: os.write(descriptor, line)
     except OSError: pass
 """)
-    assert result.status == "passed" and result.output != "forged"
+    assert result.status == "passed"
+    assert result.output != "forged"
 
 
 def _ends_first(process):
@@ -399,7 +445,10 @@ def test_a_missing_layer_is_an_error_unless_allow_unsandboxed(tmp_path, monkeypa
     text = (folder / "sandbox_child.py").read_text()
     (tmp_path / "child.py").write_text(text.replace('"seccomp": linux.deny_system_calls', '"a moat": None'))
     monkeypatch.setattr(sandbox, "_CHILD", str(tmp_path / "child.py"))
-    with pytest.raises(SandboxUnavailable, match=r"cannot give the sandbox .*a moat .*; .*allow_unsandboxed: true"):
+    with pytest.raises(
+        SandboxUnavailable,
+        match=r"cannot give the sandbox .*a moat .*; .*allow_unsandboxed: true",
+    ):
         run_python("x = 1", [{"code": "assert x == 1"}])
     (result,) = run_python("x = 1", [{"code": "assert x == 1"}], allow_unsandboxed=True)
     assert result.status == "passed"
@@ -409,7 +458,12 @@ PAIR = {"input": "1 2", "output": "3"}
 CALL_OF_ADD = {"function": "add", "input": "[1, 2]", "output": "[3]"}
 LOOP = "for x in range(3):\n    assert f(x)"
 RAISES = "if f(2) != 4: raise ValueError"
-LIVE_CODE_BENCH = {"input": "1\n2\n", "output": "3", "testtype": "functional", "metadata": {"func_name": "add"}}
+LIVE_CODE_BENCH = {
+    "input": "1\n2\n",
+    "output": "3",
+    "testtype": "functional",
+    "metadata": {"func_name": "add"},
+}
 
 
 @pytest.mark.parametrize(

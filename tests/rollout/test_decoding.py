@@ -17,7 +17,12 @@ from grpo.rollout import BuiltinEngine, SamplingParams, check_model
 from grpo.rollout.llama_decoder import LlamaDecoder
 from grpo.rollout.weights import copied_weights
 
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
 LLAMA_SHAPED = {name: row for name, row in CAN.items() if "gpt2" not in name and "longrope" not in name} | {
     "biases everywhere": ("llama", SIZES | dict(attention_bias=True, mlp_bias=True)),
     "mistral without a window": ("mistral", SIZES | dict(sliding_window=None)),

@@ -18,7 +18,11 @@ def engines(folder, precision: str, *, lora: bool = False, **options) -> tuple[P
     """The policy, an engine that samples from its model, and one whose model has weights in rollouts only."""
     policy = load(folder, packed=True, precision=precision)
     if lora:
-        add_adapter(policy, {"r": 4, "target_modules": "all-linear", "init_lora_weights": False}, base="")
+        add_adapter(
+            policy,
+            {"r": 4, "target_modules": "all-linear", "init_lora_weights": False},
+            base="",
+        )
     sampler = policy.without_weights()
     assert sampler.is_llama
     own = sampler.model.requires_grad_(False)
@@ -36,7 +40,8 @@ def completions(engine: BuiltinEngine):
 
 
 @pytest.mark.parametrize(
-    ("tied", "precision", "lora"), [(False, "fp32", False), (True, "bf16", False), (True, "bf16", True)]
+    ("tied", "precision", "lora"),
+    [(False, "fp32", False), (True, "bf16", False), (True, "bf16", True)],
 )
 def test_gathered_weights_give_the_same_completions(tmp_path, tied, precision, lora):
     """Bit for bit, before and after an update, which an earlier block does not see; no weight stays in memory."""

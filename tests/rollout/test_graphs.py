@@ -122,7 +122,9 @@ def test_what_cannot_be_captured_or_is_wrong_is_decoded_by_plain_steps(
     mistake(monkeypatch)
     for _ in range(2):
         assert ids(engine.generate(problems, SAMPLING, seed_key=SEED_KEY)) == ids(expected)
-    assert len(said) == 1 and reason in said[0] and not engine.graphs.are_on
+    assert len(said) == 1
+    assert reason in said[0]
+    assert not engine.graphs.are_on
 
 
 def test_the_dry_run_captures_a_step_of_finite_numbers(random_model, new_memory_is_nan):

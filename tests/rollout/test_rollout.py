@@ -45,7 +45,10 @@ def test_greedy_tokens_are_those_of_transformers(policy):
             torch.tensor([problem.prompt_ids]),
             attention_mask=torch.ones(1, len(problem.prompt_ids), dtype=torch.long),
             generation_config=GenerationConfig(
-                max_new_tokens=24, do_sample=False, eos_token_id=list(policy.eos_ids), pad_token_id=policy.pad_id
+                max_new_tokens=24,
+                do_sample=False,
+                eos_token_id=list(policy.eos_ids),
+                pad_token_id=policy.pad_id,
             ),
         )
         assert group.completions[0].ids == tuple(expected[len(problem.prompt_ids) :].tolist())
@@ -114,7 +117,12 @@ def test_other_seed_keys_give_other_completions(policy):
 
 
 def test_ends_at_eos_inclusive_or_at_the_limit(policy):
-    groups = generate(policy, problems_of(policy, *TEXTS), replace(SAMPLING, num_generations=16), seed_key=SEED_KEY)
+    groups = generate(
+        policy,
+        problems_of(policy, *TEXTS),
+        replace(SAMPLING, num_generations=16),
+        seed_key=SEED_KEY,
+    )
     completions = [c for group in groups for c in group.completions]
     assert {c.finished for c in completions} == {True, False}
     for completion in completions:
@@ -147,7 +155,12 @@ def test_two_eos_ids(random_model, tmp_path):
     folder = save_random_model(tmp_path, eos_token_id=[plain.tokenizer.eos_token_id, letter])
     policy = load(folder)
     assert set(policy.eos_ids) == {plain.tokenizer.eos_token_id, letter}
-    groups = generate(policy, problems_of(policy, *TEXTS), replace(SAMPLING, num_generations=32), seed_key=SEED_KEY)
+    groups = generate(
+        policy,
+        problems_of(policy, *TEXTS),
+        replace(SAMPLING, num_generations=32),
+        seed_key=SEED_KEY,
+    )
     ends = {c.ids[-1] for g in groups for c in g.completions if c.finished}
     assert ends == set(policy.eos_ids)
     assert all(token not in policy.eos_ids for g in groups for c in g.completions for token in c.ids[:-1])
@@ -157,7 +170,12 @@ def test_generation_config_of_the_checkpoint_does_not_leak(random_model, tmp_pat
     reference = load(random_model)
     folder = save_random_model(tmp_path)
     GenerationConfig(
-        do_sample=True, top_k=2, top_p=0.8, temperature=0.1, repetition_penalty=1.5, eos_token_id=reference.eos_ids[0]
+        do_sample=True,
+        top_k=2,
+        top_p=0.8,
+        temperature=0.1,
+        repetition_penalty=1.5,
+        eos_token_id=reference.eos_ids[0],
     ).save_pretrained(folder)
     policy = load(folder)
     assert policy.model.generation_config.repetition_penalty == 1.5, "the folder does say so"
@@ -296,7 +314,14 @@ def test_rows_that_waited_get_the_tokens_of_all_at_once(random_model, monkeypatc
 
 def test_no_row_is_decoded_beyond_its_last_position():
     """Prompt and completion fill the context, and a row that ended there shares the batch with rows that go on."""
-    policy = Policy(build(*CAN["gpt2, learned positions"]), build_tokenizer(), (2, 12), 0, torch.device("cpu"), "fp32")
+    policy = Policy(
+        build(*CAN["gpt2, learned positions"]),
+        build_tokenizer(),
+        (2, 12),
+        0,
+        torch.device("cpu"),
+        "fp32",
+    )
     assert check_model(policy, CompletionScorer(policy.model)) is None
     problems = [Problem(i, "", tuple((7 * i + j) % V for j in range(104))) for i in range(24)]
     sampling = SamplingParams(1, 128 - 104)
@@ -313,12 +338,15 @@ def test_how_many_rows_may_begin():
         of_rows = [prompts[row] for row in in_flight]
         return num_admissible(prompts[begun:], of_rows, replace(SAMPLING, tokens_in_flight=bound), 20)
 
-    assert number([], 0, None) == 12 and number([0], 4, None) == 8
+    assert number([], 0, None) == 12
+    assert number([0], 4, None) == 8
     assert number([], 0, 1) == 1, "one row at least"
     assert number([], 0, 30 * 3) == 3, "a part of a group too large to begin whole"
     assert number([], 0, 30 * 4) == number([], 0, 30 * 7) == 4, "longer prompts count more, for all"
-    assert number([], 0, 50 * 8) == 8 and number([], 0, 50 * 8 - 1) == 4
-    assert number([0, 1], 4, 50 * 6 - 1) == 0 and number([0, 1], 4, 50 * 6) == 4
+    assert number([], 0, 50 * 8) == 8
+    assert number([], 0, 50 * 8 - 1) == 4
+    assert number([0, 1], 4, 50 * 6 - 1) == 0
+    assert number([0, 1], 4, 50 * 6) == 4
 
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-5), ("bf16", 2e-2)])

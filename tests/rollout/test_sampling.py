@@ -89,10 +89,14 @@ def test_filters_by_hand():
 
     assert kept() == kept(top_k=99) == [0, 1, 2, 3, 4]
     assert kept(top_k=3) == [0, 1, 3] and kept(top_k=4) == [0, 1, 2, 3, 4]  # a tie: both
-    assert kept(top_p=0.5) == [1] and kept(top_p=0.51) == [1, 3] and kept(top_p=1e-9) == [1]
-    assert kept(min_p=0.25) == [0, 1, 3] and kept(min_p=0.26) == [1, 3]
+    assert kept(top_p=0.5) == [1]
+    assert kept(top_p=0.51) == [1, 3]
+    assert kept(top_p=1e-9) == [1]
+    assert kept(min_p=0.25) == [0, 1, 3]
+    assert kept(min_p=0.26) == [1, 3]
     # After top_k=2 the shares are 2/3 and 1/3: one token reaches 0.6, two are needed for 0.7.
-    assert kept(top_k=2, top_p=0.6) == [1] and kept(top_k=2, top_p=0.7) == [1, 3]
+    assert kept(top_k=2, top_p=0.6) == [1]
+    assert kept(top_k=2, top_p=0.7) == [1, 3]
 
 
 def test_tokens_without_probability_are_never_drawn():

@@ -3,7 +3,12 @@
 import pytest
 import torch
 from architectures import GPT2, PHI3, READS_IMAGES, SIZES, V
-from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+)
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -13,7 +18,12 @@ from grpo.data.tiny import build_tokenizer
 from grpo.model import Policy
 from grpo.rollout import BuiltinEngine, SamplingParams, check_model
 
-DELTA = dict(linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=8, linear_value_head_dim=8)
+DELTA = dict(
+    linear_num_value_heads=4,
+    linear_num_key_heads=2,
+    linear_key_head_dim=8,
+    linear_value_head_dim=8,
+)
 DELTA |= dict(head_dim=8, layer_types=["linear_attention", "full_attention"])
 MAMBA2 = dict(mamba_n_heads=8, mamba_d_head=8, mamba_n_groups=1, mamba_d_state=8, mamba_chunk_size=8)
 HYBRID = MAMBA2 | dict(layer_types=["mamba", "attention"], num_local_experts=2, num_experts_per_tok=1)
@@ -79,7 +89,13 @@ def test_what_cannot_be_sampled_is_refused_by_name(name):
     assert torch.equal(torch.get_rng_state(), state)
 
 
-MOSHI = dict(vocab_size=V, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4)
+MOSHI = dict(
+    vocab_size=V,
+    hidden_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+)
 MOSHI |= dict(ffn_dim=64, head_dim=8)
 
 
@@ -94,9 +110,18 @@ def test_a_window_that_the_cache_has_and_the_forward_pass_has_not():
 def test_queries_that_are_scaled_by_position_decode_through_their_own_modules():
     """Ministral 3: beyond 16 tokens, where the written-out decode step would differ."""
     rope = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=16)
-    rope |= dict(llama_4_scaling_beta=0.5, beta_fast=32.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0)
+    rope |= dict(
+        llama_4_scaling_beta=0.5,
+        beta_fast=32.0,
+        beta_slow=1.0,
+        mscale=1.0,
+        mscale_all_dim=1.0,
+    )
     for scaling, matches in ((rope, False), (rope | dict(llama_4_scaling_beta=0.0), True)):
-        policy = policy_of("ministral3", SIZES | dict(head_dim=8, rope_parameters=scaling, max_position_embeddings=64))
+        policy = policy_of(
+            "ministral3",
+            SIZES | dict(head_dim=8, rope_parameters=scaling, max_position_embeddings=64),
+        )
         assert check_model(policy, CompletionScorer(policy.model)) is None
         assert policy.is_llama is matches
 

@@ -40,7 +40,11 @@ DEAF = CHATML.replace("{% for m", "{{ tools | tojson if tools }}{% for m", 1)  #
 
 def schema(name, **types):
     properties = {key: {"type": kind, "description": "d"} for key, kind in types.items()}
-    function = {"name": name, "description": "d", "parameters": {"type": "object", "properties": properties}}
+    function = {
+        "name": name,
+        "description": "d",
+        "parameters": {"type": "object", "properties": properties},
+    }
     return {"type": "function", "function": function}
 
 
@@ -94,7 +98,8 @@ def test_the_form_of_calls_is_found_in_the_chat_template(family):
 @pytest.mark.parametrize("template", [OTHER, DEAF])
 def test_a_template_whose_calls_nobody_reads_is_refused(template):
     with pytest.raises(
-        ValueError, match=r"^the model's chat template shows the tools, and no reader .* tools_format=tags.*$"
+        ValueError,
+        match=r"^the model's chat template shows the tools, and no reader .* tools_format=tags.*$",
     ) as found:
         form_of(template, "<|im_end|>", "auto").check(uses_tools=True, schemas=SCHEMAS)
     assert "data.system_prompt" in str(found.value)
@@ -106,7 +111,14 @@ def test_a_template_whose_calls_nobody_reads_is_refused(template):
 
 
 @pytest.mark.parametrize(
-    "text", ['{"name": "Bob", "age": 3}', '{"parameters": {}}', '{"name": "now", "parameters":', "[]", "3"]
+    "text",
+    [
+        '{"name": "Bob", "age": 3}',
+        '{"parameters": {}}',
+        '{"name": "now", "parameters":',
+        "[]",
+        "3",
+    ],
 )
 def test_json_that_is_no_call(text):
     assert forms.read_json(text, SCHEMAS) == []
@@ -126,7 +138,8 @@ def test_readers_take_any_text_in_linear_time():
         text = "".join(draw.choices(PIECES, k=draw.randrange(1, 30)))
         for reader in forms.READERS:
             for name, arguments in reader(text, SCHEMAS):
-                assert isinstance(name, str) and isinstance(arguments, dict | str)
+                assert isinstance(name, str)
+                assert isinstance(arguments, dict | str)
     for piece in PIECES:
         for text in (piece * 200_000, "<tool_call>" + piece * 200_000 + "</tool_call>"):
             for reader in forms.READERS:

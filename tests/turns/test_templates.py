@@ -88,7 +88,10 @@ def test_the_answer_of_each_family_of_templates(family):
     last_id = None
     (last_id,) = form.eos_ids
     results = [{"role": "tool", "name": "f", "content": text} for text in "78"]
-    for expected, messages in ((after_tools, results), (after_user, [{"role": "user", "content": "go"}])):
+    for expected, messages in (
+        (after_tools, results),
+        (after_user, [{"role": "user", "content": "go"}]),
+    ):
         uses_tools = messages is results
         if expected is None:
             with pytest.raises(ValueError, match=r"set model\.chat_template=FILE"):
@@ -97,7 +100,10 @@ def test_the_answer_of_each_family_of_templates(family):
         form.check(uses_tools=uses_tools, schemas=[])
         ids = form.answer(messages, last_id, room=1000)
         assert form.tokenizer.decode(ids) == expected
-        assert form.answer(messages, 9, room=1000) == [last_id, *ids]  # a turn that a stop string ended gets its EOS
+        assert form.answer(messages, 9, room=1000) == [
+            last_id,
+            *ids,
+        ]  # a turn that a stop string ended gets its EOS
         assert form.answer(messages, last_id, room=len(ids)) is None
 
 
@@ -123,7 +129,10 @@ def test_a_template_that_ends_no_turn_or_is_missing_is_refused():
 
 def test_results_of_tools_have_the_template_that_prompts_with_tools_have():
     form = form_of({"default": CHATML, "tool_use": QWEN}, "<|im_end|>")
-    schema = {"type": "function", "function": {"name": "f", "parameters": {"properties": {}}}}
+    schema = {
+        "type": "function",
+        "function": {"name": "f", "parameters": {"properties": {}}},
+    }
     assert form.check(uses_tools=True, schemas=[schema]) == []
     tool_use = FAMILIES["qwen"][2]
     default = FAMILIES["chatml"][3]

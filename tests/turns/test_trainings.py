@@ -55,7 +55,11 @@ def test_an_environment_of_a_class_object(tmp_path, random_model):
     class Inner(Local):
         """Defined inside of a function."""
 
-    result = train(settings_of(random_model, tmp_path), environment_factory=Inner, reward_functions=short)
+    result = train(
+        settings_of(random_model, tmp_path),
+        environment_factory=Inner,
+        reward_functions=short,
+    )
     names = {"rewards/Inner/mean", "rewards/short/mean", "tools/say/calls", "turns/mean"}
     assert names <= result.metrics[-1].keys()
 

@@ -79,7 +79,10 @@ def test_the_same_tokens_make_the_same_conversation(random_model):
             "messages": without_text(completion.messages),
             "reward": round(completion.environment_reward, 5),
         }
-        theirs = record | {"messages": without_text(record["messages"]), "reward": round(record["reward"], 5)}
+        theirs = record | {
+            "messages": without_text(record["messages"]),
+            "reward": round(record["reward"], 5),
+        }
         differing = tuple(name for name in ours if ours[name] != theirs[name])
         assert differing == DIFFERENT.get(record["case"], ()), record["case"]
     calls = []

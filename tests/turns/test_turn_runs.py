@@ -147,7 +147,11 @@ def test_what_a_person_sees(runs, random_model, capsys, tmp_path):
 
 def test_a_run_stops_where_every_step_of_an_environment_fails(random_model, tmp_path):
     """Although completions that are cut before they act have a reward."""
-    changes = [f"environment={USER}:Breaking", "eval.before_training=false", "optim.max_steps=20"]
+    changes = [
+        f"environment={USER}:Breaking",
+        "eval.before_training=false",
+        "optim.max_steps=20",
+    ]
     done = run_trainer(*arguments(random_model, tmp_path, *changes), check=False)
     before_failure, _, _ = USER.read_text().partition('["no such key"]')
     line = 1 + before_failure.count("\n")
@@ -173,7 +177,12 @@ def test_a_few_environments_that_fail_stop_no_run(num_cut, stops):
 
 @pytest.mark.slow
 def test_a_chat_with_a_run_whose_environment_makes_the_prompts(random_model, tmp_path, monkeypatch, capsys):
-    changes = ["data.dataset=none", "data.max_train_samples=6", "optim.max_steps=1", "eval.before_training=false"]
+    changes = [
+        "data.dataset=none",
+        "data.max_train_samples=6",
+        "optim.max_steps=1",
+        "eval.before_training=false",
+    ]
     run_trainer(*arguments(random_model, tmp_path, *changes))
     monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
     assert chat.main(["--model", str(tmp_path / "checkpoint-1")]) == 0

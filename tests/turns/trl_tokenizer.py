@@ -16,10 +16,18 @@ TEMPLATE = r"""
 {{- '\n<tool_call>\n{"name": "' + call.function.name + '", "arguments": ' + call.function.arguments | tojson }}
 {{- '}\n</tool_call>' }}{% endfor %}{{ '<|im_end|>\n' }}{% endif %}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
-CALL = {"open": "<tool_call>", "close_pattern": r"</tool_call>\s*", "repeats": True, "content": "json"}
+CALL = {
+    "open": "<tool_call>",
+    "close_pattern": r"</tool_call>\s*",
+    "repeats": True,
+    "content": "json",
+}
 CALL["transform"] = {"type": "function", "function": "{content}"}
 RESPONSE = {"defaults": {"role": "assistant"}, "start_anchor": "<|im_start|>assistant\n"}
-RESPONSE["fields"] = {"tool_calls": CALL, "content": {"close_pattern": r"<\|im_end\|>\s*", "content": "text"}}
+RESPONSE["fields"] = {
+    "tool_calls": CALL,
+    "content": {"close_pattern": r"<\|im_end\|>\s*", "content": "text"},
+}
 
 
 def build_tokenizer():
