@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -12,6 +13,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+PLACES = {"model", "data", "output", "server", "trl_python", "measure"}
+"""Options that are not recorded."""
+LOSS_TYPES = {"response_mean": "grpo", "constant": "dr_grpo", "token_mean": "dapo"}
+"""``algorithm.aggregation`` -> TRL's name of the same average."""
 sys.path.insert(0, str(ROOT))
 
 
@@ -29,6 +34,14 @@ def parser(description: str, **defaults) -> argparse.ArgumentParser:
     return p
 
 
+def run(*command: str | Path) -> str:
+    """Run a command in the checkout. Returns what it printed."""
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+    return done.stdout
+
+
 def train(
     output: Path,
     *arguments: str,
@@ -36,18 +49,21 @@ def train(
     script: Path = ROOT / "train_grpo.py",
 ) -> list[dict]:
     """Run the trainer in processes of its own. The lines of its ``metrics.jsonl``."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
-    command = [sys.executable, *torchrun, str(script), *arguments, f"output_dir={output}"]
-    quiet = ["logging.every=1000", "logging.log_completions=0"]
-    done = subprocess.run(
-        [*command, *quiet],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
+    torchrun = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc_per_node={ranks}",
+    ]
+    run(
+        sys.executable,
+        *(torchrun if ranks > 1 else []),
+        script,
+        *arguments,
+        f"output_dir={output}",
+        "logging.every=1000",
+        "logging.log_completions=0",
     )
-    if done.returncode:
-        raise SystemExit(f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
     return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -61,43 +77,48 @@ def ratios(numerators: list[float], denominators: list[float]) -> dict[str, floa
     }
 
 
+def shown(found: dict[str, float]) -> str:
+    """The result of :func:`ratios` in a line."""
+    ratio = f"{found['ratio']:.2f}"
+    if found["least"] == found["greatest"]:
+        return ratio
+    return f"{ratio} ({found['least']:.2f} to {found['greatest']:.2f})"
+
+
 def in_turn(sides, number: int) -> list:
     """The sides, in the other order every second time."""
     return list(sides) if number % 2 == 0 else list(reversed(sides))
 
 
-def versions(python: str) -> dict:
-    code = (
-        "import json, importlib.metadata as m; wanted = ('torch', 'transformers', 'trl'); "
-        "print(json.dumps({d.metadata['Name']: d.version for d in m.distributions() if d.metadata['Name'] in wanted}))"
-    )
-    return json.loads(
-        subprocess.run(
-            [python, "-c", code],
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-    )
-
-
-def about(**more) -> dict:
-    """Date and machine, for a file of results."""
+def about(options: argparse.Namespace, **more) -> dict:
+    """Date, machine and options, for a file of results."""
     info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    name = next((x.split(":")[1].strip() for x in lines if x.startswith("model name")), platform.processor())
-    return {"date": time.strftime("%Y-%m-%d"), "machine": f"{name}, {os.cpu_count()} cores", **more}
+    text = info.read_text() if info.exists() else ""
+    name = re.search("model name.*: (.*)|$", text)[1] or platform.processor()
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": f"{name}, {os.cpu_count()} cores",
+        "arguments": {key: value for key, value in vars(options).items() if key not in PLACES},
+        **more,
+    }
 
 
-def write(path: str | Path, results: dict, table: str) -> None:
+def markdown(columns: list[str], rows: list[list]) -> str:
+    """A table."""
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    for row in rows:
+        lines.append(f"| {' | '.join(map(str, row))} |")
+    return "\n".join(lines).replace("|  |", "| |") + "\n"
+
+
+def write(path: str | None, results: dict, table: str = "") -> None:
     """``path.json``, and ``path.md``: the table below what ``results`` says about machine and arguments."""
-    words = ", ".join(
-        value if isinstance(value, str) else json.dumps(value)
-        for value in results.values()
-        if not isinstance(value, list)
-    )
+    if path is None:
+        return
     Path(f"{path}.json").write_text(json.dumps(results, indent=1) + "\n")
-    Path(f"{path}.md").write_text(f"{words}\n\n{table}\n")
+    if table:
+        words = {key: value for key, value in results.items() if not isinstance(value, list)}
+        Path(f"{path}.md").write_text(f"{json.dumps(words)}\n\n{table}")
 
 
 def read_runs(path: Path) -> list[dict]:

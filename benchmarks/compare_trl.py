@@ -23,7 +23,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from common import RESULTS, about, in_turn, parser, ratios, versions, write
+from common import RESULTS, about, in_turn, markdown, parser, ratios, run, shown, write
 
 SIDE = Path(__file__).with_name("step_side.py")
 PHASES = {
@@ -34,6 +34,14 @@ PHASES = {
 }
 
 
+def versions(python: str) -> dict:
+    code = (
+        "import json, importlib.metadata as m; wanted = ('torch', 'transformers', 'trl'); "
+        "print(json.dumps({d.name: d.version for d in m.distributions() if d.name in wanted}))"
+    )
+    return json.loads(run(python, "-c", code))
+
+
 def measure(
     sides: list[str],
     trl_python: str,
@@ -41,23 +49,31 @@ def measure(
 ) -> dict[str, dict]:
     """Run all sides in turn; the records of each, by side: ``ours``, or a setting of TRL."""
     started: dict[str, subprocess.Popen] = {}
-    environment = os.environ | {"OMP_NUM_THREADS": str(setting["threads"]), "TOKENIZERS_PARALLELISM": "false"}
+    answers = {}
+    threads = str(setting["threads"])
+    environment = os.environ | {"OMP_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}
     with tempfile.TemporaryDirectory() as folder:
 
         def reply(side: str) -> str:
             """The next line of a side; an empty one if it has failed."""
             if line := started[side].stdout.readline().strip():
                 return line
-            raise SystemExit(f"{side} failed:\n{(Path(folder) / side).read_text()[-6000:]}")
+            raise SystemExit(f"{side} failed:\n{Path(folder, side).read_text()[-6000:]}")
 
         try:
             for side in sides:
                 python = sys.executable if side == "ours" else trl_python
-                command = [python, str(SIDE), json.dumps(setting | {"side": side})]
-                with open(Path(folder) / side, "w") as errors:
-                    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True)
-                    started[side] = subprocess.Popen(command, env=environment, **pipes)
-            answers = {side: reply(side) for side in sides}
+                with Path(folder, side).open("w") as errors:
+                    started[side] = subprocess.Popen(
+                        [python, str(SIDE), json.dumps(setting | {"side": side})],
+                        env=environment,
+                        stdin=subprocess.PIPE,
+                        stdout=subprocess.PIPE,
+                        stderr=errors,
+                        text=True,
+                    )
+            for side in sides:
+                reply(side)
             for number in range(setting["steps"]):
                 for side in in_turn(sides, number):
                     print("go", file=started[side].stdin, flush=True)
@@ -71,20 +87,19 @@ def measure(
 
 def per_thousand_tokens(record: dict) -> dict[str, list[float]]:
     """Seconds per 1,000 completion tokens for each counted step, and the peak RSS."""
-    steps = list(
-        zip(
-            record["tokens"],
-            record["step"],
-            record["sampling"],
-            strict=True,
-        )
-    )[1:]
-    return {
-        "step": [1000 * step / tokens for tokens, step, _ in steps],
-        "sampling": [1000 * sampling / tokens for tokens, _, sampling in steps],
-        "rest": [1000 * (step - sampling) / tokens for tokens, step, sampling in steps],
+    figures = {
+        "step": [],
+        "sampling": [],
+        "rest": [],
         "peak_rss_mib": [record["peak_rss_mib"]],
     }
+    for n in range(1, len(record["step"])):
+        step = 1000 * record["step"][n] / record["tokens"][n]
+        sampling = 1000 * record["sampling"][n] / record["tokens"][n]
+        figures["step"].append(step)
+        figures["sampling"].append(sampling)
+        figures["rest"].append(step - sampling)
+    return figures
 
 
 def summary(records: dict[str, dict]) -> dict:
@@ -95,36 +110,27 @@ def summary(records: dict[str, dict]) -> dict:
     for phase in PHASES:
         medians = {side: statistics.median(values[phase]) for side, values in figures.items()}
         best = min(medians, key=medians.get)
-        of_sides = {
+        result[phase] = {
             "ours": statistics.median(mine[phase]),
             "trl": medians[best],
             "best": best,
             "of_trl": medians,
+            **ratios(figures[best][phase], mine[phase]),
         }
-        result[phase] = of_sides | ratios(figures[best][phase], mine[phase])
     return result
 
 
 def table(results: list[dict]) -> str:
-    names = list(results[0]["summary"]["step"]["of_trl"])
+    names = results[0]["summary"]["step"]["of_trl"]
     columns = ["precision", "beta", "threads", "phase", "ours", *(f"TRL, {name}" for name in names)]
-    columns.append("best of TRL / ours (least to greatest)")
-    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    rows = []
     for entry in results:
-        s = entry["setting"]
         for phase, found in entry["summary"].items():
-            is_memory = phase == "peak_rss_mib"
-            values = [f"{x:.{0 if is_memory else 2}f}" for x in (found["ours"], *found["of_trl"].values())]
-            spread = "" if is_memory else f" ({found['least']:.2f} to {found['greatest']:.2f})"
-            cells = [
-                s["precision"],
-                s["beta"],
-                s["threads"],
-                PHASES[phase],
-                *values,
-            ]
-            lines.append(f"| {' | '.join(map(str, cells))} | {found['best']}: {found['ratio']:.2f}{spread} |")
-    return "\n".join(lines)
+            digits = 0 if phase == "peak_rss_mib" else 2
+            values = [f"{x:.{digits}f}" for x in (found["ours"], *found["of_trl"].values())]
+            best = f"{found['best']}: {shown(found)}"
+            rows.append([*entry["setting"].values(), PHASES[phase], *values, best])
+    return markdown([*columns, "best of TRL / ours (least to greatest)"], rows)
 
 
 def main() -> None:
@@ -140,18 +146,16 @@ def main() -> None:
         tokens_per_microbatch=16384,
         max_tokens=256,
     ).parse_args()
-    shown = ("steps", "settings", "trl", "tokens_per_microbatch", "max_tokens")
-    words = " ".join(f"--{name.replace('_', '-')}={getattr(a, name)!r}" for name in shown)
-    where = about(
-        versions={"ours": versions(sys.executable), "trl": versions(a.trl_python)},
-        command=f"python benchmarks/compare_trl.py {words}",
-    )
+    where = about(a, versions={"ours": versions(sys.executable), "trl": versions(a.trl_python)})
     results = []
     for text in a.settings.split():
         precision, beta, threads = text.split(":")
-        setting = {"precision": precision, "beta": float(beta), "threads": int(threads)}
-        of_sides = {name: getattr(a, name) for name in ("model", "data", *shown)} | setting
-        records = measure(["ours", *a.trl.split()], a.trl_python, of_sides)
+        setting = {
+            "precision": precision,
+            "beta": float(beta),
+            "threads": int(threads),
+        }
+        records = measure(["ours", *a.trl.split()], a.trl_python, vars(a) | setting)
         results.append({"setting": setting, "summary": summary(records), "records": records})
         print(table(results[-1:]), flush=True)
         note = f"Seconds are per 1,000 completion tokens, medians of {a.steps - 1} steps.\n\n"

@@ -37,7 +37,8 @@ import gpu_step as figures
 import torch
 import transformers
 from common import RESULTS, parser
-from gpu_step import SIZES, Bench, forked
+from gpu_step import Bench, forked
+from random_model import SIZES
 
 SECONDS = 530
 """Seconds of the whole command. A part that has not ended by then is stopped."""
@@ -59,7 +60,6 @@ JOBS = {
 def run_here(name: str, bench: Bench) -> None:
     """Run a part in this process, a fork, and write its result."""
     os.setsid()
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{bench.scratch}/cache-{name}"
     begun = time.monotonic()
     found = {}
     try:

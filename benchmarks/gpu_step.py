@@ -18,8 +18,8 @@ from unittest import SkipTest
 import common  # noqa: F401  # isort: skip  # puts the checkout on the path
 
 import torch
-from random_model import save_random_model
-from rollout import EOS, SHAPES, ForcedLengths, forced_draw
+from random_model import SIZES, save_random_model
+from rollout import EOS, ForcedLengths, forced_draw
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from update import flops, matmul_rate
@@ -34,24 +34,6 @@ GROUP = 8
 TOKENS_PER_MICROBATCH = 16384
 PEAK_FLOPS = 989e12
 """Of an H100 SXM or H200 in bf16, by its data sheet."""
-
-SIZES = {
-    "small": dict(
-        vocab_size=512,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        # With tied embeddings, rows of a model of this width repeat one token.
-        tie_word_embeddings=False,
-    ),
-    "qwen2.5-0.5b": dict(
-        SHAPES["qwen2.5-0.5b"],
-        vocab_size=151936,
-        tie_word_embeddings=True,
-    ),
-}
 
 
 def forked(function: Callable[[], None], log: Path) -> multiprocessing.Process:
@@ -206,7 +188,10 @@ def step(bench: Bench) -> dict:
     """seconds, tokens, memory and MFU"""
     # Completions have given lengths.
     decode_loop.draw_tokens = forced_draw
-    P, prompt, T = (2, 16, 32) if bench.shape == "small" else (8, 256, 512)
+    is_small = bench.shape == "small"
+    P = 2 if is_small else 8
+    prompt = 16 if is_small else 256
+    T = 2 * prompt
     problems = bench.problems(*[prompt] * P)
     policy, scorer = packed(bench)
     policy.eos_ids = (EOS,)

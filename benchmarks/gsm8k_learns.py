@@ -12,11 +12,10 @@ repeated), and from there to .md.
 import argparse
 import json
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
-from common import RESULTS, ROOT, parser
+from common import RESULTS, ROOT, markdown, parser, run
 from common import train as run_trainer
 
 CONFIG = ["--config", str(ROOT / "configs/gsm8k_cpu.yaml"), "runtime.device=cpu", "runtime.threads_per_rank=1"]
@@ -27,14 +26,21 @@ BEFORE = "before"
 def train(seed: int, options: argparse.Namespace, output: Path) -> dict[str, list[float]]:
     """One training run without evaluation; its metrics by step."""
     shutil.rmtree(output, ignore_errors=True)
-    data = [f"model.name_or_path={options.model}", f"data.dataset={options.train}", "data.eval_split=null"]
-    lines = run_trainer(output, *CONFIG, *data, f"seed={seed}", f"optim.max_steps={options.steps}")
+    lines = run_trainer(
+        output,
+        *CONFIG,
+        f"model.name_or_path={options.model}",
+        f"data.dataset={options.train}",
+        "data.eval_split=null",
+        f"seed={seed}",
+        f"optim.max_steps={options.steps}",
+    )
     return {name: [round(line[name], 4) for line in lines if line["step"]] for name in CURVES}
 
 
-def evaluate(model: str, options: argparse.Namespace, output: Path) -> dict[str, dict]:
+def evaluate(model: str | Path, options: argparse.Namespace, output: Path) -> dict[str, dict]:
     """Value, interval and count of each metric, from ``python -m grpo.evaluation``."""
-    command = [
+    run(
         sys.executable,
         "-m",
         "grpo.evaluation",
@@ -42,32 +48,31 @@ def evaluate(model: str, options: argparse.Namespace, output: Path) -> dict[str,
         "--model",
         model,
         "--output",
-        str(output),
+        output,
         f"data.dataset={options.train}",
         f"data.eval_dataset={options.test}",
         "data.eval_split=train",
         f"eval.max_samples={options.problems}",
         "eval.num_samples=4",
         "eval.temperature=1.0",
-    ]
-    subprocess.run(command, cwd=ROOT, check=True)
+    )
     return json.loads(output.read_text())["models"][0]["metrics"]
 
 
-def table(results: dict) -> str:
-    """Markdown: each metric before training and after, by seed, with its 95% interval."""
-    evaluations = results["evaluations"]
-    columns = [BEFORE, *sorted(name for name in evaluations if name != BEFORE)]
-    rows = ["| | " + " | ".join(columns) + " |", "|---|" + "---|" * len(columns)]
-    # The rewards are here the same as format and mean@4.
-    for metric in [name for name in evaluations[BEFORE] if "/rewards/" not in name]:
+def table(evaluations: dict[str, dict]) -> str:
+    """Each metric before training and after, by seed, with its 95% interval."""
+    columns = sorted(evaluations)  # "before", "seed 0", ...
+    rows = []
+    for metric in evaluations[BEFORE]:
+        if "/rewards/" in metric:  # the same as format and mean@4
+            continue
         factor = 1 if metric.endswith("length") else 100
         cells = []
         for column in columns:
             value, low, high = (factor * evaluations[column][metric][x] for x in ("value", "low", "high"))
             cells.append(f"{value:.1f} ({low:.1f} to {high:.1f})")
-        rows.append(f"| {metric.removeprefix('eval/').replace('_', ' ')} | {' | '.join(cells)} |")
-    return "\n".join(rows) + "\n"
+        rows.append([metric.removeprefix("eval/").replace("_", " "), *cells])
+    return markdown(["", *columns], rows)
 
 
 def main() -> None:
@@ -80,26 +85,33 @@ def main() -> None:
         seeds=[0, 1, 2],
         problems=512,
         output=RESULTS / "gsm8k_learns.json",
-        runs=ROOT / "runs/gsm8k_learns",
         table_only=False,
     )
     options = p.parse_args()
-    if not options.table_only and not (options.model and options.train and options.test):
+    if options.table_only:
+        options.seeds = []
+    elif not (options.model and options.train and options.test):
         p.error("--model, --train and --test name the checkpoint and the two files")
-    results = {"steps": options.steps, "problems": options.problems, "runs": {}, "evaluations": {}}
+    folder = ROOT / "runs/gsm8k_learns"
+    results = {
+        "steps": options.steps,
+        "problems": options.problems,
+        "runs": {},
+        "evaluations": {},
+    }
     if options.output.exists():
         results = json.loads(options.output.read_text())
-    for seed in [] if options.table_only else options.seeds:
-        folder = options.runs / str(seed)
+    for seed in options.seeds:
         name = f"seed {seed}"
+        output = folder / str(seed)
         if name not in results["runs"]:
-            results["runs"][name] = train(seed, options, folder)
-        models = {BEFORE: str(options.model), name: str(folder / f"checkpoint-{options.steps}")}
+            results["runs"][name] = train(seed, options, output)
+        models = {BEFORE: options.model, name: output / f"checkpoint-{options.steps}"}
         for column, model in models.items():
             if column not in results["evaluations"]:
-                results["evaluations"][column] = evaluate(model, options, options.runs / f"{column}.json")
+                results["evaluations"][column] = evaluate(model, options, folder / f"{column}.json")
         options.output.write_text(json.dumps(results, indent=1) + "\n")
-    text = table(results)
+    text = table(results["evaluations"])
     options.output.with_suffix(".md").write_text(text)
     print(text)
 

@@ -16,17 +16,16 @@ before and after, too, and results go to the folder of --runs. A setting that TR
 stop string, ...) stops the script with its name.
 """
 
+import argparse
 import json
 import shutil
 import statistics
-import subprocess
 from pathlib import Path
 
-from common import RESULTS, ROOT, parser, read_runs, train, write_runs
+from common import RESULTS, ROOT, markdown, parser, read_runs, run, train, write_runs
 
 from grpo.config import Config, load_config
 
-SIDES = {"ours": "this trainer", "trl": "TRL 1.16.0"}
 GREEDY = "eval/greedy_accuracy"
 DEFAULT = [
     "--config",
@@ -47,54 +46,39 @@ def sampled_metric(config: Config) -> str:
     return f"eval/mean@{config.eval.num_sampled}" if config.eval.num_sampled else GREEDY
 
 
-def run_ours(
-    settings: list[str],
-    seed: int,
-    every: int,
-    folder: Path,
-) -> dict:
-    output = folder / f"ours-{seed}"
+def run_ours(seed: int, options: argparse.Namespace) -> dict:
+    output = options.runs / f"ours-{seed}"
     shutil.rmtree(output, ignore_errors=True)
-    lines = train(output, *settings, f"seed={seed}", f"eval.every={every}")
+    lines = train(output, *options.settings, f"seed={seed}", f"eval.every={options.every}")
     shutil.rmtree(output)
+    steps = [line for line in lines if line["step"]]
+    points = []
+    for line in lines:
+        if GREEDY in line:
+            points.append({k: v for k, v in line.items() if k == "step" or k.startswith("eval/")})
     return {
-        "points": [{k: v for k, v in x.items() if k == "step" or k.startswith("eval/")} for x in lines if GREEDY in x],
-        "reward_by_step": [round(x["reward"], 4) for x in lines if x["step"]],
-        "seconds": sum(x["step_time"] for x in lines if x["step"]),
+        "points": points,
+        "reward_by_step": [round(line["reward"], 4) for line in steps],
+        "seconds": sum(line["step_time"] for line in steps),
     }
 
 
-def run_trl(
-    settings: list[str],
-    seed: int,
-    every: int,
-    folder: Path,
-    python: Path,
-) -> dict:
-    folder.mkdir(parents=True, exist_ok=True)
-    output = folder / f"trl-{seed}.json"
-    command = [
-        str(python),
-        str(ROOT / "benchmarks/trl_side.py"),
-        str(output),
-        str(every),
-        *settings,
+def run_trl(seed: int, options: argparse.Namespace) -> dict:
+    output = options.runs / f"trl-{seed}.json"
+    run(
+        Path(options.trl_python).absolute(),
+        ROOT / "benchmarks/trl_side.py",
+        output,
+        str(options.every),
+        *options.settings,
         f"seed={seed}",
-    ]
-    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    )
     found = json.loads(output.read_text())
     output.unlink()
     return found
 
 
-def values(
-    runs: list[dict],
-    side: str,
-    step: int,
-    metric: str,
-    factor: float = 100,
-) -> list[float]:
-    return [factor * p[metric] for r in runs if r["side"] == side for p in r["points"] if p["step"] == step]
+SIDES = {"ours": ("this trainer", run_ours), "trl": ("TRL 1.16.0", run_trl)}
 
 
 def table(runs: list[dict], config: Config, *, with_rewards: bool) -> str:
@@ -102,31 +86,38 @@ def table(runs: list[dict], config: Config, *, with_rewards: bool) -> str:
 
     ``with_rewards`` adds the mean of each reward before and after.
     """
+    rows = []
 
-    def row(
+    def add(
         label: str,
         step: int,
         metric: str,
         factor: float = 100,
         digits: int = 1,
-    ) -> str:
+    ) -> None:
         cells = []
         for side in SIDES:
-            found = values(runs, side, step, metric, factor)
+            found = []
+            for entry in runs:
+                points = {point["step"]: point for point in entry["points"]}
+                if entry["side"] == side and step in points:
+                    found.append(factor * points[step][metric])
             spread = f" ({min(found):.{digits}f} to {max(found):.{digits}f})" if len(found) > 1 else ""
             cells.append(f"{statistics.mean(found):.{digits}f}{spread}" if found else "-")
-        return f"| {label} | {' | '.join(cells)} |"
+        rows.append([label, *cells])
 
+    first = runs[0]["points"][0]
     steps = [point["step"] for point in runs[0]["points"]]
     per_step = config.rollout.prompts_per_step * config.rollout.num_generations
-    rows = ["| completions sampled | " + " | ".join(SIDES.values()) + " |", "|---|---|---|"]
-    rows += [row(str(step * per_step), step, sampled_metric(config)) for step in steps]
-    rows.append(row("greedy, at the end", steps[-1], GREEDY))
-    names = [name for name in runs[0]["points"][0] if name.startswith("eval/rewards/")] if with_rewards else []
-    for name in names:
-        for step, when in ((0, "before"), (steps[-1], "after")):
-            rows.append(row(f"reward {name.removeprefix('eval/rewards/')}, {when}", step, name, 1, 4))
-    return "\n".join(rows) + "\n"
+    for step in steps:
+        add(str(step * per_step), step, sampled_metric(config))
+    add("greedy, at the end", steps[-1], GREEDY)
+    for name in first:
+        if with_rewards and name.startswith("eval/rewards/"):
+            label = f"reward {name.removeprefix('eval/rewards/')}"
+            add(f"{label}, before", 0, name, factor=1, digits=4)
+            add(f"{label}, after", steps[-1], name, factor=1, digits=4)
+    return markdown(["completions sampled", *(name for name, _ in SIDES.values())], rows)
 
 
 def main() -> None:
@@ -136,40 +127,41 @@ def main() -> None:
         config=None,
         every=0,
         seeds=[0, 1, 2],
-        output=None,
         runs=ROOT / "runs/learning_vs_trl",
         table_only=False,
     )
     options, overrides = p.parse_known_args()
-    settings = [*DEFAULT, *overrides]
-    if options.config:
-        settings = ["--config", str(Path(options.config).absolute()), *overrides]
-    config = load_config(settings)
-    steps = config.optim.max_steps
-    if not options.table_only and options.trl_python is None:
+    if options.table_only:
+        options.seeds = []
+    elif options.trl_python is None:
         p.error("--trl-python: name the Python of an environment with TRL")
+    options.settings = [*DEFAULT, *overrides]
+    if options.config:
+        options.settings = ["--config", str(Path(options.config).absolute()), *overrides]
+    config = load_config(options.settings)
+    steps = config.optim.max_steps
     is_own = options.config is not None or bool(overrides)
-    name = Path(options.config).stem if options.config else "changed"
-    default = options.runs / f"{name}.json" if is_own else RESULTS / "learning_vs_trl.json"
-    output = Path(options.output or default)
+    output = RESULTS / "learning_vs_trl.json"
+    if is_own:
+        output = options.runs / f"{Path(options.config or 'changed').stem}.json"
+    options.every = options.every or (steps if is_own else 20)
+    options.runs.mkdir(parents=True, exist_ok=True)
+    of_config = {"steps": steps} | ({"settings": options.settings} if is_own else {})
+
     runs = read_runs(output)
-    every = options.every or (steps if is_own else 20)
-
-    def mine() -> list[dict]:
-        return [r for r in runs if r["steps"] == steps and r.get("settings", settings) == settings]
-
-    for seed in options.seeds if not options.table_only else []:
-        for side in SIDES:
-            if any((r["side"], r["seed"]) == (side, seed) for r in mine()):
+    mine = [entry for entry in runs if of_config.items() <= entry.items()]
+    for seed in options.seeds:
+        for side, (_, measure) in SIDES.items():
+            of_run = {"side": side, "seed": seed, **of_config}
+            if any(of_run.items() <= entry.items() for entry in mine):
                 continue
-            arguments = (settings, seed, every, options.runs)
-            found = run_ours(*arguments) if side == "ours" else run_trl(*arguments, Path(options.trl_python).absolute())
-            of_config = {"settings": settings} if is_own else {}
-            runs.append({"side": side, "seed": seed, "steps": steps, **of_config, **found})
+            runs.append(of_run | measure(seed, options))
+            mine.append(runs[-1])
             write_runs(output, runs)
-            print(f"{side:5} seed {seed}: {[round(p[sampled_metric(config)], 3) for p in found['points']]}", flush=True)
-    if shown := mine():
-        text = table(shown, config, with_rewards=is_own)
+            accuracies = [round(point[sampled_metric(config)], 3) for point in runs[-1]["points"]]
+            print(f"{side:5} seed {seed}: {accuracies}", flush=True)
+    if mine:
+        text = table(mine, config, with_rewards=is_own)
         output.with_suffix(".md").write_text(text)
         print(text)
 

@@ -12,10 +12,10 @@ is TRL's. For GDPO the trainer gets made-up values of two rewards, some of them 
 """
 
 import math
-import subprocess
+import os
 import tempfile
 
-from common import RESULTS, parser, trl_trainer
+from common import LOSS_TYPES, RESULTS, markdown, parser, trl_trainer
 
 import torch  # isort: skip
 
@@ -26,25 +26,42 @@ B = 16
 T = 12
 MAX_LENGTH = 16
 WEIGHTS = [1.0, 0.5]
-LOSS_TYPES = {"response_mean": "grpo", "constant": "dr_grpo", "token_mean": "dapo"}
-SEQUENCE = ({"importance_sampling_level": "sequence"}, {"importance_level": "sequence"})
-UNBIASED = ({"beta": 0.1, "use_bias_correction_kl": True}, {"beta": 0.1, "unbiased_kl": True})
-CASES = {  # name -> TRL's settings, ours
-    "clip": ({}, {}),
-    "clip, sequence": SEQUENCE,
-    "clip, delta": ({"delta": 1.5}, {"delta": 1.5}),
-    "cispo": ({"loss_type": "cispo", "epsilon_high": 1.28}, {"objective": "cispo", "aggregation": "token_mean"}),
-    "sapo": ({"loss_type": "sapo"}, {"objective": "sapo"}),
-    "sapo, sequence": (SEQUENCE[0] | {"loss_type": "sapo"}, SEQUENCE[1] | {"objective": "sapo"}),
-    "clip, KL": ({"beta": 0.1}, {"beta": 0.1}),
-    "clip, unbiased KL": UNBIASED,
-    "clip, unbiased KL, sequence": (UNBIASED[0] | SEQUENCE[0], UNBIASED[1] | SEQUENCE[1]),
-    "off-policy sequence mask": ({"off_policy_mask_threshold": 0.05}, {"off_policy_mask_threshold": 0.05}),
-    "top entropy, KL": ({"top_entropy_quantile": 0.2, "beta": 0.1}, {"top_entropy": 0.2, "beta": 0.1}),
-} | {
-    f"sampler correction, {mode}": ({"mode": mode}, {"sampler_correction": mode, "sampler_correction_max": 1.5})
-    for mode in ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+TRL_DEFAULTS = {
+    "epsilon_low": 0.2,
+    "epsilon_high": 0.28,
+    "delta": None,
+    "beta": 0.0,
+    "importance_sampling_level": "token",
+    "use_bias_correction_kl": False,
+    "off_policy_mask_threshold": None,
+    "top_entropy_quantile": 1.0,
 }
+# TRL's settings, ours
+SEQUENCE = ({"importance_sampling_level": "sequence"}, {"importance_level": "sequence"})
+KL = ({"beta": 0.1}, {"beta": 0.1})
+UNBIASED = ({"use_bias_correction_kl": True}, {"unbiased_kl": True})
+SAPO = ({"loss_type": "sapo"}, {"objective": "sapo"})
+CISPO = ({"loss_type": "cispo", "epsilon_high": 1.28}, {"objective": "cispo"})
+AVERAGES = {"sapo": "response_mean", "cispo": "token_mean"}
+TOP_ENTROPY = ({"top_entropy_quantile": 0.2}, {"top_entropy": 0.2})
+MASK = {"off_policy_mask_threshold": 0.05}
+DELTA = {"delta": 1.5}
+CASES = {
+    "clip": [],
+    "clip, sequence": [SEQUENCE],
+    "clip, delta": [(DELTA, DELTA)],
+    "cispo": [CISPO],
+    "sapo": [SAPO],
+    "sapo, sequence": [SAPO, SEQUENCE],
+    "clip, KL": [KL],
+    "clip, unbiased KL": [UNBIASED, KL],
+    "clip, unbiased KL, sequence": [UNBIASED, KL, SEQUENCE],
+    "off-policy sequence mask": [(MASK, MASK)],
+    "top entropy, KL": [TOP_ENTROPY, KL],
+}
+for mode in ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"):
+    correction = {"sampler_correction": mode, "sampler_correction_max": 1.5}
+    CASES[f"sampler correction, {mode}"] = [({"mode": mode}, correction)]
 
 
 def random_inputs(seed: int) -> dict[str, torch.Tensor]:
@@ -66,39 +83,22 @@ def random_inputs(seed: int) -> dict[str, torch.Tensor]:
     }
 
 
-def trl_loss(
-    trainer,
-    x: dict,
-    settings: dict,
-    aggregation: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def trl_loss(trainer, x: dict, settings: dict) -> tuple[torch.Tensor, torch.Tensor]:
     """Loss and gradient of the log-probs by TRL's ``_compute_loss``."""
-    args = trainer.args
-    values = {
-        "loss_type": LOSS_TYPES[aggregation],
-        "importance_sampling_level": "token",
-        "beta": 0.0,
-        "epsilon_high": 0.28,
-        "delta": None,
-        "use_bias_correction_kl": False,
-        "off_policy_mask_threshold": None,
-        "top_entropy_quantile": 1.0,
-        "mode": None,
-    } | settings
-    trainer.epsilon_low = 0.2
-    of_trainer = ("loss_type", "importance_sampling_level", "beta", "epsilon_high", "top_entropy_quantile")
-    for name in (*of_trainer, "off_policy_mask_threshold"):
-        setattr(trainer, name, values[name])
-    args.delta = values["delta"]
-    args.use_bias_correction_kl = values["use_bias_correction_kl"]
-    trainer.use_vllm = values["mode"] is not None
+    mode = settings.get("mode")
+    for name, value in (TRL_DEFAULTS | settings).items():
+        # TRL reads some from its arguments.
+        setattr(trainer, name, value)
+        setattr(trainer.args, name, value)
+    trainer.use_vllm = mode is not None
     trainer.vllm_importance_sampling_correction = True
     new_BT = x["new"].clone().requires_grad_()
     trainer._get_per_token_logps_and_entropies = lambda *a, **k: (new_BT, x["entropies"], None)
     mask_BT = x["mask"].to(torch.float64)
+    prompt = torch.ones(B, 2, dtype=torch.long)
     inputs = {
-        "prompt_ids": torch.ones(B, 2, dtype=torch.long),
-        "prompt_mask": torch.ones(B, 2, dtype=torch.long),
+        "prompt_ids": prompt,
+        "prompt_mask": prompt,
         "completion_ids": torch.ones(B, T, dtype=torch.long),
         "completion_mask": mask_BT,
         "advantages": x["advantages"],
@@ -107,9 +107,11 @@ def trl_loss(
         "sampling_per_token_logps": x["sampled"],
         "num_items_in_batch": mask_BT.sum(),
     }
-    if mode := values["mode"]:
-        difference_BT = (x["old"] - x["sampled"]) * mask_BT
-        ratio = (difference_BT.sum(dim=-1, keepdim=True) if mode.startswith("sequence") else difference_BT).exp()
+    if mode:
+        log_ratio = (x["old"] - x["sampled"]) * mask_BT
+        if mode.startswith("sequence"):
+            log_ratio = log_ratio.sum(dim=-1, keepdim=True)
+        ratio = log_ratio.exp()
         is_cut = mode.endswith("truncate")
         inputs["importance_sampling_ratio"] = ratio.clamp(max=1.5) if is_cut else ratio * (ratio <= 1.5)
     loss = trainer._compute_loss(trainer.model, inputs)
@@ -117,16 +119,13 @@ def trl_loss(
     return loss.detach(), gradient_BT
 
 
-def our_loss(
-    x: dict,
-    settings: dict,
-    aggregation: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    options = {"epsilon_high": 0.28, "aggregation": aggregation, "max_length": MAX_LENGTH} | settings
+def our_loss(x: dict, settings: dict) -> tuple[torch.Tensor, torch.Tensor]:
+    options = dict(settings)
     new_BT = x["new"].clone().requires_grad_()
     policy_mask_BT = None
-    if share := options.pop("top_entropy", None):
-        policy_mask_BT = x["entropies"] >= entropy_threshold(x["entropies"][x["mask"]], share)
+    if quantile := options.pop("top_entropy", None):
+        threshold = entropy_threshold(x["entropies"][x["mask"]], quantile)
+        policy_mask_BT = x["entropies"] >= threshold
     loss_sum, _ = policy_loss(
         new_BT,
         x["old"],
@@ -135,9 +134,16 @@ def our_loss(
         ref_logprobs_BT=x["ref"],
         sampling_logprobs_BT=x["sampled"],
         policy_mask_BT=policy_mask_BT,
+        epsilon_high=0.28,
+        max_length=MAX_LENGTH,
         **options,
     )
-    loss = loss_sum / loss_denominator(x["mask"], aggregation=options["aggregation"], max_length=MAX_LENGTH)
+    denominator = loss_denominator(
+        x["mask"],
+        aggregation=options["aggregation"],
+        max_length=MAX_LENGTH,
+    )
+    loss = loss_sum / denominator
     (gradient_BT,) = torch.autograd.grad(loss, new_BT)
     return loss.detach(), gradient_BT
 
@@ -145,12 +151,8 @@ def our_loss(
 def gdpo_difference(trainer, rows: list[dict]) -> float:
     """Largest difference of TRL's advantages of ``normalize_then_sum`` from ours, with two made-up rewards."""
     generator = torch.Generator().manual_seed(0)
-    values_BF = torch.randint(
-        0,
-        3,
-        (len(rows), 2),
-        generator=generator,
-    ).float() * torch.tensor([1.0, 30.0])
+    values_BF = torch.randint(0, 3, (len(rows), 2), generator=generator)
+    values_BF = values_BF * torch.tensor([1.0, 30.0])
     values_BF[1, 0] = math.nan
     values_BF[2, 1] = math.nan
     values_BF[3] = math.nan
@@ -164,13 +166,17 @@ def gdpo_difference(trainer, rows: list[dict]) -> float:
 
 def make_trainer(model: str, folder: str, rows: list[dict]):
     """TRL's trainer, which makes no step of its own."""
-    rewards = [lambda completions, **_: [0.0] * len(completions), lambda completions, **_: [1.0] * len(completions)]
-    for number, reward in enumerate(rewards):
-        reward.__name__ = f"reward_{number}"
+
+    def first(completions, **_):
+        return [0.0] * len(completions)
+
+    def second(completions, **_):
+        return [1.0] * len(completions)
+
     trainer = trl_trainer(
         model,
         rows,
-        rewards,
+        [first, second],
         folder,
         per_device_train_batch_size=16,
         num_generations=4,
@@ -189,40 +195,47 @@ def make_trainer(model: str, folder: str, rows: list[dict]):
 def compare(model: str, seeds: int) -> str:
     """The table, as Markdown."""
     rows = [{"prompt": f"{n // 4} + 1 ="} for n in range(16)]
-    lines = ["| case | average | largest difference of the loss | of its gradient |", "|---|---|---|---|"]
+    lines = []
     with tempfile.TemporaryDirectory() as folder:
         trainer = make_trainer(model, folder, rows)
         gdpo = gdpo_difference(trainer, rows)
-        for name, (theirs, ours) in CASES.items():
-            averages = list(LOSS_TYPES) if "loss_type" not in theirs else [ours.get("aggregation", "response_mean")]
-            for aggregation in averages:
-                found = []
+        for name, parts in CASES.items():
+            for aggregation, loss_type in LOSS_TYPES.items():
+                theirs = {"loss_type": loss_type}
+                ours = {"aggregation": aggregation}
+                for of_trl, of_ours in parts:
+                    theirs |= of_trl
+                    ours |= of_ours
+                # TRL's sapo and cispo are averaged in one way.
+                if theirs["loss_type"] != loss_type and aggregation != AVERAGES[theirs["loss_type"]]:
+                    continue
+                most = torch.zeros(2)
                 for seed in range(seeds):
                     x = random_inputs(seed)
                     pairs = zip(
-                        trl_loss(trainer, x, theirs, aggregation),
-                        our_loss(x, ours, aggregation),
+                        trl_loss(trainer, x, theirs),
+                        our_loss(x, ours),
                         strict=True,
                     )
-                    found.append([float((a - b).abs().max()) for a, b in pairs])
-                loss, gradient = (max(column) for column in zip(*found, strict=True))
-                lines.append(f"| {name} | {aggregation} | {loss:.1e} | {gradient:.1e} |")
-    lines.append(f"| GDPO, advantages in fp32 | | {gdpo:.1e} | |")
-    return "\n".join(lines) + "\n"
+                    distances = [(a - b).abs().max() for a, b in pairs]
+                    most = most.maximum(torch.tensor(distances))
+                loss, gradient = most.tolist()
+                figures = [f"{loss:.1e}", f"{gradient:.1e}"]
+                lines.append([name, aggregation, *figures])
+    lines.append(["GDPO, advantages in fp32", "", f"{gdpo:.1e}", ""])
+    return markdown(["case", "average", "largest difference of the loss", "of its gradient"], lines)
 
 
 def main() -> None:
     options = parser(__doc__, model=None, trl_python=None, seeds=20).parse_args()
     if options.trl_python:
-        command = [
+        arguments = [
             options.trl_python,
             __file__,
-            "--model",
-            options.model,
-            "--seeds",
-            str(options.seeds),
+            f"--model={options.model}",
+            f"--seeds={options.seeds}",
         ]
-        raise SystemExit(subprocess.run(command, check=False).returncode)
+        os.execv(options.trl_python, arguments)
     text = compare(options.model, options.seeds)
     (RESULTS / "loss_vs_trl.md").write_text(text)
     print(text)

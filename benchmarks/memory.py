@@ -10,12 +10,11 @@ changes it. RSS is read at the end of every update, on the rank that has most. T
 import json
 import os
 import resource
-import statistics
 import sys
 import tempfile
 from pathlib import Path
 
-from common import ROOT, about, parser, train, write
+from common import ROOT, about, markdown, parser, train, write
 from step_side import SYSTEM
 
 FILES = "GRPO_MEMORY_FOLDER"
@@ -41,11 +40,11 @@ def worker() -> None:
 
 
 def measure(a, precision: str, ranks: int) -> dict:
-    """RSS in MiB and seconds by step; the peak of the whole run."""
+    """RSS in MiB by step, and the peak of the whole run."""
     with tempfile.TemporaryDirectory() as folder:
         os.environ[FILES] = folder
-        lines = train(
-            Path(folder) / "run",
+        train(
+            Path(folder, "run"),
             f"--config={ROOT}/configs/gsm8k_cpu.yaml",
             f"model.name_or_path={a.model}",
             f"data.dataset={a.data}",
@@ -64,36 +63,30 @@ def measure(a, precision: str, ranks: int) -> dict:
             script=Path(__file__),
         )
         del os.environ[FILES]
-        texts = [(Path(folder) / str(rank)).read_text() for rank in range(ranks)]
-    of_ranks = [[tuple(map(float, line.split())) for line in text.splitlines()] for text in texts]
-    steps = [line for line in lines if "step_time" in line]
+        of_ranks = []
+        for rank in range(ranks):
+            lines = Path(folder, str(rank)).read_text().splitlines()
+            of_ranks.append([float(word) for line in lines for word in line.split()])
+    most = [max(values) for values in zip(*of_ranks, strict=True)]
     return {
-        "rss_mib": [max(rss for rss, _ in of_step) for of_step in zip(*of_ranks, strict=True)],
-        "peak_mib": max(peak for steps in of_ranks for _, peak in steps),
-        "seconds": [line["step_time"] for line in steps],
-        "completion_tokens": [line["completions/mean_length"] for line in steps],
+        "precision": precision,
+        "ranks": ranks,
+        "rss_mib": most[::2],
+        "peak_mib": most[-1],
     }
 
 
-def figures(found: dict) -> dict:
-    """RSS of step 5 (of the last one in a shorter run) and of the last one; the first step's time and the median."""
-    rss = found["rss_mib"]
-    seconds = found["seconds"]
-    early = rss[min(4, len(rss) - 1)]
-    median = statistics.median(seconds)
-    memory = {"step_1": rss[0], "step_5": early, "last": rss[-1], "growth": rss[-1] / early, "peak": found["peak_mib"]}
-    return memory | {"first_step_s": seconds[0], "median_step_s": median, "first_to_median": seconds[0] / median}
-
-
 def table(results: list[dict]) -> str:
+    """RSS of step 5 (of the last one in a shorter run) and of the last one."""
     columns = ["precision", "ranks", "steps", "RSS at step 1, MiB", "step 5", "last", "last / step 5", "peak"]
-    columns += ["first step, s", "median step, s", "times"]
-    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    rows = []
     for one in results:
-        digits = (0, 0, 0, 3, 0, 2, 2, 2)
-        values = [f"{x:.{n}f}" for x, n in zip(one["figures"].values(), digits, strict=True)]
-        lines.append(f"| {one['precision']} | {one['ranks']} | {len(one['rss_mib'])} | {' | '.join(values)} |")
-    return "\n".join(lines)
+        rss = one["rss_mib"]
+        early = rss[:5][-1]
+        figures = [f"{x:.0f}" for x in (rss[0], early, rss[-1])]
+        growth = f"{rss[-1] / early:.3f}"
+        rows.append([one["precision"], one["ranks"], len(rss), *figures, growth, f"{one['peak_mib']:.0f}"])
+    return markdown(columns, rows)
 
 
 def main() -> None:
@@ -111,13 +104,10 @@ def main() -> None:
     results = []
     for setting in a.settings.split():
         precision, ranks = setting.split(":")
-        found = measure(a, precision, int(ranks))
-        results.append({"precision": precision, "ranks": int(ranks), "figures": figures(found), **found})
-        print(setting, "RSS by step, MiB:", *(f"{rss:.0f}" for rss in found["rss_mib"]), flush=True)
+        results.append(measure(a, precision, int(ranks)))
+        print(setting, "RSS by step, MiB:", results[-1]["rss_mib"], flush=True)
     print(table(results))
-    if a.output:
-        arguments = {name: value for name, value in vars(a).items() if name not in ("model", "data", "output")}
-        write(a.output, about(arguments=arguments, results=results), table(results))
+    write(a.output, about(a, results=results), table(results))
 
 
 if __name__ == "__main__":

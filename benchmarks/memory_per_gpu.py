@@ -6,6 +6,8 @@ Qwen2.5 with a reference under bf16. Weight, gradient and Adam's two averages ar
 table is that of docs/one_gpu.md: an update and a rollout of configs/gsm8k_qwen2.5_0.5b.yaml, which has no reference.
 """
 
+from common import markdown
+
 ADAPTER_RANK = 16
 SHARDS = 8
 QWEN = {  # layers, hidden size, width of keys, MLP, vocabulary, whether the head is tied to the embedding
@@ -64,59 +66,65 @@ def one_gpu(
     tokens: int,
     *,
     lora: bool,
-    checkpointing: bool = False,
-) -> tuple[float, ...]:
+    checkpointing: bool,
+) -> list[float]:
     """GB of weights, gradients, Adam, bf16 weights, activations, head; of KV cache and drawing in the evaluation."""
     layers, hidden, kv, _, vocab, _ = QWEN[name]
     total, *_, with_lora = (round(figure * 1e9) for figure in gigabytes(*QWEN[name]))
     linear = total - vocab * hidden - hidden * (2 * layers + 1)
     embedding = vocab * hidden
-    base = 2 * linear + 4 * (total - linear)
-    adapters = (with_lora - base - 2 * (linear + embedding)) // 16
-    trained, weights = (adapters, base + 4 * adapters) if lora else (total, 4 * total)
+    copies = 2 * (linear + embedding)
+    head = 10 * -(-(2**27) // vocab) * vocab  # logits of a chunk: in bf16, and two tensors in fp32
     full, frozen, inputs = SAVED[name]
-    saved = frozen if lora else full
+    if lora:
+        base = 2 * linear + 4 * (total - linear)
+        trained = (with_lora - base - copies) // 16
+        weights = base + 4 * trained
+        casts = 2 * embedding
+        saved = frozen
+    else:
+        trained = total
+        weights = 4 * total
+        casts = copies
+        saved = full
+        head += 6 * embedding  # and the gradient of the head before it is added
     activations = tokens * (layers * inputs + saved if checkpointing else layers * saved)
-    chunk = -(-(2**27) // vocab) * vocab  # logits: in bf16, and two tensors in fp32
-    head = 10 * chunk + (0 if lora else 6 * embedding)  # and the gradient of the head before it is added
-    casts = 2 * (embedding if lora else linear + embedding)
-    # of an evaluation: completions at once; tokens of prompt and completion
-    rows = 256
-    longest = 300 + 512
-    cache = rows * longest * 2 * layers * kv * 2
-    update = (weights, 4 * trained, 8 * trained, casts, activations, head)
-    rollout = (
-        cache,
-        rows * vocab * 20,
-        weights + 8 * trained + 2 * (linear + embedding),
-    )
-    return tuple(
-        x / 1e9
-        for x in (
+    update = [weights, 4 * trained, 8 * trained, casts, activations, head]
+    # An evaluation: 256 completions at once, of 300 tokens of prompt and 512.
+    cache = 256 * 812 * 2 * layers * kv * 2
+    drawing = 256 * vocab * 20
+    evaluation = cache + drawing + weights + 8 * trained + copies
+    return [
+        figure / 1e9
+        for figure in (
             *update,
             sum(update),
-            *rollout[:2],
-            sum(rollout),
+            cache,
+            drawing,
+            evaluation,
         )
-    )
+    ]
 
 
 if __name__ == "__main__":
-    print(f"| Qwen2.5 | parameters | DDP | FSDP on {SHARDS} | LoRA rank {ADAPTER_RANK} |")
-    print("|---|---|---|---|---|")
+    columns = ["Qwen2.5", "parameters", "DDP", f"FSDP on {SHARDS}", f"LoRA rank {ADAPTER_RANK}"]
+    rows = []
     for name, shape in QWEN.items():
         parameters, *figures = gigabytes(*shape)
-        cells = " | ".join(f"{figure:.0f}" for figure in figures)
-        print(f"| {name} | {parameters:.2f}B | {cells} |")
-    columns = "weights, gradients, Adam, bf16 weights, activations, head, **update**, KV cache, drawing, **evaluation**"
-    print(f"\n| Qwen2.5 | trained | tokens at once | {columns.replace(', ', ' | ')} |{chr(10)}{'|---' * 13}|")
+        rows.append([name, f"{parameters:.2f}B", *(f"{figure:.0f}" for figure in figures)])
+    print(markdown(columns, rows))
+
+    columns = ["Qwen2.5", "trained", "tokens at once", "weights", "gradients", "Adam", "bf16 weights", "activations"]
+    columns += ["head", "**update**", "KV cache", "drawing", "**evaluation**"]
+    rows = []
     for name in SAVED:
-        for method in (
-            {"lora": False},
-            {"lora": True},
-            {"lora": False, "checkpointing": True},
-        ):
+        for trained in ("all", "LoRA", "all, checkpointing"):
             for tokens in (16384, 4096):
-                words = "LoRA" if method["lora"] else "all, checkpointing" if len(method) == 2 else "all"
-                figures = " | ".join(f"{figure:.1f}" for figure in one_gpu(name, tokens, **method))
-                print(f"| {name} | {words} | {tokens:,} | {figures} |")
+                figures = one_gpu(
+                    name,
+                    tokens,
+                    lora=trained == "LoRA",
+                    checkpointing="checkpointing" in trained,
+                )
+                rows.append([name, trained, f"{tokens:,}", *(f"{figure:.1f}" for figure in figures)])
+    print(markdown(columns, rows), end="")

@@ -14,22 +14,20 @@ import shutil
 import statistics
 from pathlib import Path
 
-from common import RESULTS, ROOT, parser, read_runs, train, write_runs
+from common import RESULTS, ROOT, markdown, parser, read_runs, train, write_runs
 
-import grpo.config
+from grpo.config import PRESETS
 
-PRESETS = tuple(grpo.config.PRESETS)
-MEASURED = ("eval/greedy_accuracy", "eval/mean@8", "eval/pass@8", "eval/format")
+MEASURED = ("eval/greedy_accuracy", "eval/mean@8", "eval/format")
 
 
-def run(preset: str, seed: int, steps: int, folder: Path, config: Path) -> dict:
-    """One training run: its evaluations and its accuracy by step."""
-    output = folder / f"{preset}-{seed}"
+def run(preset: str, seed: int, steps: int, config: Path) -> dict:
+    """The evaluations of one training run, before and after."""
+    output = ROOT / f"runs/presets_learn/{preset}-{seed}"
     shutil.rmtree(output, ignore_errors=True)
     lines = train(
         output,
-        "--config",
-        str(config),
+        f"--config={config.absolute()}",
         f"algorithm={{name: {preset}}}",
         f"seed={seed}",
         f"optim.max_steps={steps}",
@@ -37,42 +35,41 @@ def run(preset: str, seed: int, steps: int, folder: Path, config: Path) -> dict:
         "runtime.device=cpu",
     )
     shutil.rmtree(output)
-    trained = [line for line in lines if line["step"] > 0]
-    accuracy = next(name for name in ("rewards/accuracy/mean", "rewards/countdown/mean") if name in trained[0])
     return {
         "preset": preset,
         "seed": seed,
         "steps": steps,
         "before": {name: lines[0][name] for name in MEASURED},
-        "after": {name: trained[-1][name] for name in MEASURED},
-        "accuracy_of_last_10_steps": statistics.mean(line[accuracy] for line in trained[-10:]),
-        "accuracy_by_step": [round(line[accuracy], 4) for line in trained],
-        "seconds_per_step": statistics.median(line["step_time"] for line in trained),
+        "after": {name: lines[-1][name] for name in MEASURED},
     }
 
 
 def table(runs: list[dict]) -> str:
-    """Markdown, in percent: mean, standard deviation (n-1) and range over seeds."""
-    rows = [
-        "| preset | seeds | mean@8 after | s.d. | lowest to highest | greedy after | format after |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    """In percent: mean, standard deviation (n-1) and range over seeds."""
+    rows = []
 
     def add(label: str, evaluations: list[dict], *, with_range: bool = True) -> None:
-        found = {name: [100 * evaluation[name] for evaluation in evaluations] for name in MEASURED}
-        samples = found["eval/mean@8"]
-        means = {name: statistics.mean(values) for name, values in found.items()}
+        greedy, samples, formats = ([100 * found[name] for found in evaluations] for name in MEASURED)
         deviation = f"{statistics.stdev(samples):.1f}" if len(samples) > 1 else "-"
-        spread = f"{min(samples):.1f} to {max(samples):.1f} " if with_range else ""
-        rows.append(
-            f"| {label} | {len(samples)} | {means['eval/mean@8']:.1f} | {deviation} | {spread}| "
-            f"{means['eval/greedy_accuracy']:.1f} | {means['eval/format']:.1f} |"
-        )
+        spread = f"{min(samples):.1f} to {max(samples):.1f}" if with_range else ""
+        means = [f"{statistics.mean(values):.1f}" for values in (samples, greedy, formats)]
+        rows.append([label, len(samples), means[0], deviation, spread, *means[1:]])
 
-    for preset in [p for p in PRESETS if any(r["preset"] == p for r in runs)]:
-        add(preset, [r["after"] for r in runs if r["preset"] == preset])
-    add("before training", list({r["seed"]: r["before"] for r in runs}.values()), with_range=False)
-    return "\n".join(rows) + "\n"
+    for preset in PRESETS:
+        if found := [entry["after"] for entry in runs if entry["preset"] == preset]:
+            add(preset, found)
+    untrained = {entry["seed"]: entry["before"] for entry in runs}
+    add("before training", list(untrained.values()), with_range=False)
+    columns = [
+        "preset",
+        "seeds",
+        "mean@8 after",
+        "s.d.",
+        "lowest to highest",
+        "greedy after",
+        "format after",
+    ]
+    return markdown(columns, rows)
 
 
 def main() -> None:
@@ -83,18 +80,17 @@ def main() -> None:
         seeds=[0, 1, 2],
         presets=list(PRESETS),
         output=RESULTS / "presets_learn.json",
-        runs=ROOT / "runs/presets_learn",
     ).parse_args()
     runs = read_runs(options.output)
+    stored = {(entry["preset"], entry["seed"], entry["steps"]) for entry in runs}
     for seed in options.seeds:
         for preset in options.presets:
-            if any((r["preset"], r["seed"], r["steps"]) == (preset, seed, options.steps) for r in runs):
+            if (preset, seed, options.steps) in stored:
                 continue
-            runs.append(run(preset, seed, options.steps, options.runs, options.config.absolute()))
+            runs.append(run(preset, seed, options.steps, options.config))
             write_runs(options.output, runs)
-            first, last = (runs[-1][when]["eval/mean@8"] for when in ("before", "after"))
-            print(f"{preset:20} seed {seed}: mean@8 {first:.1%} -> {last:.1%}", flush=True)
-    text = table([r for r in runs if r["steps"] == options.steps])
+            print(f"{preset:20} seed {seed}: {runs[-1]}", flush=True)
+    text = table([entry for entry in runs if entry["steps"] == options.steps])
     options.output.with_suffix(".md").write_text(text)
     print(text)
 

@@ -11,16 +11,14 @@ in turn; medians.
 A vLLM server gets the weights before each run (timed apart), and returns log-probs, which ours computes.
 """
 
-import json
 import statistics
 import time
-from pathlib import Path
 from unittest.mock import patch
 
-from common import about, in_turn, parser, ratios
+from common import about, in_turn, parser, ratios, shown, write
 
 import torch  # isort: skip
-from random_model import sharpen
+from random_model import SIZES, sharpen
 from transformers import AutoConfig, AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList, Qwen2Config
 
 from grpo.algorithm.batch import Problem
@@ -30,24 +28,7 @@ from grpo.rollout import BuiltinEngine, SamplingParams, check_model
 from grpo.rollout.decode_loop import decode
 from grpo.rollout.draw import draw_tokens
 
-SHAPES = {
-    "qwen2.5-0.5b": dict(
-        hidden_size=896,
-        intermediate_size=4864,
-        num_hidden_layers=24,
-        num_attention_heads=14,
-    ),
-    "qwen2.5-1.5b": dict(
-        hidden_size=1536,
-        intermediate_size=8960,
-        num_hidden_layers=28,
-        num_attention_heads=12,
-    ),
-}
-for sizes in SHAPES.values():
-    sizes["num_key_value_heads"] = 2
 EOS = 1
-NOT_RECORDED = ("model", "output", "server", "weights_folder")
 
 
 class EndsAt(LogitsProcessor):
@@ -83,8 +64,7 @@ def load(a, device) -> Policy:
     elif a.model:
         model = AutoModelForCausalLM.from_pretrained(a.model, dtype=torch.float32)
     else:
-        sizes = dict(vocab_size=151936, max_position_embeddings=32768, tie_word_embeddings=True)
-        config = Qwen2Config(**sizes, **SHAPES[a.shape])
+        config = Qwen2Config(max_position_embeddings=32768, **SIZES[a.shape])
         with torch.device(device):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
         sharpen(model)
@@ -125,7 +105,14 @@ def forced_draw(logits_RV, u_R, sampling):
 
 
 def ours(engine, prompts_UL, lengths_UG, T) -> int:
-    problems = [Problem(u, "", tuple(row)) for u, row in enumerate(prompts_UL.tolist())]
+    problems = [
+        Problem(
+            u,
+            "",
+            tuple(row),
+        )
+        for u, row in enumerate(prompts_UL.tolist())
+    ]
     engine.lengths_UG = lengths_UG.cpu()
     with patch("grpo.rollout.decode_loop.draw_tokens", forced_draw):
         groups = engine.generate(
@@ -152,7 +139,8 @@ def theirs(engine, prompts_UL, lengths_UG, T) -> int:
             pad_token_id=0,
             logits_processor=LogitsProcessorList([EndsAt(lengths_UG.flatten(), prompts_RL.shape[1])]),
         )
-    return int(lengths_UG.sum()) if out.shape[1] <= prompts_RL.shape[1] + T else -1
+    assert out.shape[1] <= prompts_RL.shape[1] + T
+    return int(lengths_UG.sum())
 
 
 def main() -> None:
@@ -169,7 +157,6 @@ def main() -> None:
         repeats=5,
         threads=torch.get_num_threads(),
         server=None,
-        weights_folder="/dev/shm",
         output=None,
     ).parse_args()
     torch.set_num_threads(a.threads)
@@ -185,10 +172,18 @@ def main() -> None:
         generator=rng,
     ).to(device)
     median = a.max_length / 2.6
-    lengths_UG = (torch.randn(U, a.group, generator=rng) * 0.5).exp().mul(median).round().clamp(1, a.max_length).long()
+    factors_UG = (torch.randn(U, a.group, generator=rng) * 0.5).exp()
+    lengths_UG = (
+        factors_UG.mul(median)
+        .round()
+        .clamp(
+            1,
+            a.max_length,
+        )
+        .long()
+    )
     reason = check_model(policy, CompletionScorer(policy.model))
-    mean = lengths_UG.float().mean()
-    print(f"packed: {reason or 'yes'}; lengths {lengths_UG.min()} to {lengths_UG.max()}, mean {mean:.0f}")
+    print(f"packed: {reason or 'yes'}; lengths {lengths_UG.min()} to {lengths_UG.max()}")
 
     engine = ForcedLengths(policy, cuda_graphs=True)
     sides = {"ours": ours, "generate": theirs}
@@ -196,12 +191,8 @@ def main() -> None:
     if a.server:
         from vllm_server import Served  # needs the extra vllm
 
-        served = sides["vLLM, server"] = Served(
-            a.server,
-            policy,
-            a.threads,
-            a.weights_folder,
-        )
+        served = Served(a.server, policy, a.threads)
+        sides["vLLM, server"] = served
     rates: dict[str, list[float]] = {name: [] for name in sides}
     for number in range(a.repeats + 1):
         for name, side in in_turn(sides.items(), number + 1):
@@ -214,15 +205,14 @@ def main() -> None:
             assert tokens == int(lengths_UG.sum()), (name, tokens)
             if number:  # the first of each is warm-up
                 rates[name].append(tokens / (time.perf_counter() - start))
-    per_second = {name: statistics.median(x) for name, x in rates.items()}
-    arguments = {name: value for name, value in vars(a).items() if name not in NOT_RECORDED}
-    result = about(torch=torch.__version__, arguments=arguments, tokens_per_second=per_second)
-    result["ours_is_times_as_fast_as"] = {name: ratios(rates["ours"], rates[name]) for name in rates if name != "ours"}
+    result = about(a, torch=torch.__version__, tokens_per_second=rates)
+    for name, values in rates.items():
+        times = shown(ratios(rates["ours"], values))
+        print(f"{name}: {statistics.median(values):.0f} tokens/s, ours is {times} times as fast")
     if served:
-        result |= {"vllm_server": str(served.engine), "weight_sync_seconds": served.stop()}
-    print(text := json.dumps(result, indent=1))
-    if a.output:
-        Path(a.output).write_text(text + "\n")
+        result["weight_sync_seconds"] = served.stop()
+        print(f"{served.engine}: weights in {result['weight_sync_seconds']:.2f} s")
+    write(a.output, result)
 
 
 if __name__ == "__main__":

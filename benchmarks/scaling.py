@@ -9,23 +9,21 @@ on the sampled lengths. The cores of one machine share memory bandwidth and cloc
 independent runs of one rank at the same time.
 """
 
-import json
 import os
 import statistics
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from common import ROOT, about, in_turn, parser, ratios, train
+from common import ROOT, about, in_turn, parser, ratios, shown, train, write
 
 
-def seconds_per_step(a, ranks: int) -> tuple[float, float]:
-    """Seconds per 100 tokens of mean completion length: of the step, and of its update on the slowest rank."""
+def seconds_per_step(a, ranks: int) -> float:
+    """Seconds per 100 tokens of mean completion length."""
     with tempfile.TemporaryDirectory() as folder:
         lines = train(
-            Path(folder) / "run",
-            "--config",
-            f"{ROOT}/configs/gsm8k_cpu.yaml",
+            Path(folder, "run"),
+            f"--config={ROOT}/configs/gsm8k_cpu.yaml",
             f"model.name_or_path={a.model}",
             f"data.dataset={a.data}",
             f"rollout.prompts_per_step={a.prompts * ranks}",
@@ -36,14 +34,14 @@ def seconds_per_step(a, ranks: int) -> tuple[float, float]:
             ranks=ranks,
         )[1:]
     tokens = sum(line["completions/mean_length"] for line in lines) / 100
-    return sum(line["step_time"] for line in lines) / tokens, sum(line["time/update"] for line in lines) / tokens
+    return sum(line["step_time"] for line in lines) / tokens
 
 
-def seconds_apart(a) -> tuple[float, float]:
-    """Means over independent runs of one rank at the same time."""
+def seconds_apart(a) -> float:
+    """Mean over independent runs of one rank at the same time."""
     with ThreadPoolExecutor() as threads:
-        found = list(threads.map(lambda _: seconds_per_step(a, 1), range(a.ranks)))
-    return tuple(statistics.mean(values) for values in zip(*found, strict=True))
+        found = threads.map(seconds_per_step, [a] * a.ranks, [1] * a.ranks)
+        return statistics.mean(found)
 
 
 def paper() -> None:
@@ -58,7 +56,7 @@ def paper() -> None:
         lengths = (torch.randn(400, ranks, 64, generator=generator) * 0.5).exp().mul(200).clamp(max=1024)
         tokens = lengths.sum(dim=2)
         longest = lengths.amax(dim=(1, 2)).mean()
-        busiest = (tokens.max(dim=1).values / tokens.mean(dim=1)).mean()
+        busiest = (tokens.amax(dim=1) / tokens.mean(dim=1)).mean()
         print(f"{ranks} ranks: longest {longest:.0f}, busiest rank {busiest:.2f} times the mean")
 
 
@@ -78,27 +76,21 @@ def main() -> None:
         paper()
         return
     os.environ["OMP_NUM_THREADS"] = "1"
-    many = str(a.ranks)
-    rounds = []
     sides = {
-        "1": lambda: seconds_per_step(a, 1),
-        many: lambda: seconds_per_step(a, a.ranks),
-        "apart": lambda: seconds_apart(a),
+        "one rank alone": lambda: seconds_per_step(a, 1),
+        "several": lambda: seconds_per_step(a, a.ranks),
+        "independent runs": lambda: seconds_apart(a),
     }
+    seconds = {name: [] for name in sides}
     for number in range(a.repeats):
-        rounds.append({name: sides[name]() for name in in_turn(sides, number)})
-        print(json.dumps(rounds[-1]), flush=True)
-    efficiency = {}
-    for name, what in (("1", "one rank alone"), ("apart", f"{a.ranks} independent runs of one rank")):
-        found = efficiency[name] = ratios([one[name][0] for one in rounds], [one[many][0] for one in rounds])
-        print(
-            f"{a.ranks} ranks of one thread, {a.prompts} problems each, beside {what}: efficiency of the whole step "
-            f"{found['ratio']:.2f} ({found['least']:.2f} to {found['greatest']:.2f})"
-        )
-    if a.output:
-        arguments = {name: value for name, value in vars(a).items() if name not in ("model", "data", "output")}
-        result = about(rounds=rounds, efficiency=efficiency, arguments=arguments)
-        Path(a.output).write_text(json.dumps(result, indent=1) + "\n")
+        for name in in_turn(sides, number):
+            seconds[name].append(sides[name]())
+            print(f"{name}: {seconds[name][-1]:.2f} s", flush=True)
+    several = seconds["several"]
+    print(f"{a.ranks} ranks of one thread, {a.prompts} problems each, efficiency of the whole step beside")
+    for name in ("one rank alone", "independent runs"):
+        print(f"{name}: {shown(ratios(seconds[name], several))}")
+    write(a.output, about(a, seconds=seconds))
 
 
 if __name__ == "__main__":

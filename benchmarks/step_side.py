@@ -28,8 +28,12 @@ SYSTEM = (
 
 def problems(a) -> list[dict]:
     """Rows of GSM8K."""
-    rows = [json.loads(line) for line in Path(a.data).read_text(encoding="utf-8").splitlines()[: P * a.steps]]
-    return [{"question": row["question"], "answer": row["answer"].split("####")[-1].strip()} for row in rows]
+    rows = []
+    for line in Path(a.data).read_text(encoding="utf-8").splitlines()[: P * a.steps]:
+        row = json.loads(line)
+        answer = row["answer"].split("####")[-1].strip()
+        rows.append({"question": row["question"], "answer": answer})
+    return rows
 
 
 def ours(a, wait_for_turn) -> dict:
@@ -106,10 +110,11 @@ def trl(a, wait_for_turn) -> dict:
             record["sampling"].append(time.perf_counter() - start)
             return result
 
-    system = {"role": "system", "content": SYSTEM}
-    rows = problems(a)
-    prompts = [[system, {"role": "user", "content": row["question"]}] for row in rows]
-    rows = [{"prompt": prompt, "answer": row["answer"]} for prompt, row in zip(prompts, rows, strict=True)]
+    rows = []
+    for row in problems(a):
+        system = {"role": "system", "content": SYSTEM}
+        user = {"role": "user", "content": row["question"]}
+        rows.append({"prompt": [system, user], "answer": row["answer"]})
     with tempfile.TemporaryDirectory() as folder:
         trl_trainer(
             a.model,

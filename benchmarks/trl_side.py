@@ -11,9 +11,11 @@ import json
 import sys
 import tempfile
 import time
+from functools import partial
+from operator import attrgetter
 from pathlib import Path
 
-from common import trl_trainer
+from common import LOSS_TYPES, trl_trainer
 
 import torch  # isort: skip
 from transformers import TrainerCallback
@@ -27,32 +29,30 @@ from grpo.model import Policy, end_tokens, load_tokenizer, resolve_model
 from grpo.rewards import RewardRunner, load_reward
 from grpo.rollout import BuiltinEngine
 
-LOSS_TYPES = {"response_mean": "grpo", "token_mean": "dapo", "constant": "dr_grpo"}
-"""``algorithm.aggregation`` -> TRL's name of the same average."""
 PASSED_ON = {
-    "name",
-    "scale",
-    "aggregation",
-    "importance_level",
-    "epsilon",
-    "epsilon_high",
-    "delta",
-    "beta",
-    "mask_truncated_completions",
-    "ref_sync_steps",
-    "ref_sync_alpha",
-    "advantage_eps",
+    "algorithm.name",
+    "algorithm.scale",
+    "algorithm.aggregation",
+    "algorithm.importance_level",
+    "algorithm.epsilon",
+    "algorithm.epsilon_high",
+    "algorithm.delta",
+    "algorithm.beta",
+    "algorithm.mask_truncated_completions",
+    "algorithm.ref_sync_steps",
+    "algorithm.ref_sync_alpha",
+    "algorithm.advantage_eps",
 }
-"""Keys of the section ``algorithm`` that TRL gets below, or that change no result. TRL's ``advantage_eps`` is 1e-4."""
+"""Keys that TRL gets below, or that change no result. TRL's ``advantage_eps`` is 1e-4."""
 
 
 def check_settings(config) -> None:
     """Stop unless TRL computes the same with the settings that it gets: every other key must have its default."""
     default = type(config)()
-    keys = [f"algorithm.{key}" for key in type(config.algorithm).model_fields if key not in PASSED_ON]
-    for key in (*keys, "model.reference", "data.prompt_template", "rollout.stop", "optim.min_lr"):
-        section, _, leaf = key.partition(".")
-        value, expected = (getattr(getattr(c, section), leaf) for c in (config, default))
+    others = {f"algorithm.{key}" for key in type(config.algorithm).model_fields} - PASSED_ON
+    for key in sorted(others | {"model.reference", "data.prompt_template", "rollout.stop", "optim.min_lr"}):
+        value = attrgetter(key)(config)
+        expected = attrgetter(key)(default)
         if value != expected:
             raise SystemExit(f"{key}={value}: this comparison needs {expected}")
     if config.algorithm.scale not in ("group", "batch", "none") or config.optim.max_steps is None:
@@ -61,17 +61,17 @@ def check_settings(config) -> None:
 
 def reward_functions(config) -> list:
     """Our rewards with their arguments. TRL passes conversations, which our rewards read as well."""
+    rewards = []
+    for function in config.reward.functions:
+        reward = partial(called, load_reward(function.name), function.args)
+        reward.__name__ = function.name
+        rewards.append(reward)
+    return rewards
 
-    def bound(function):
-        reward = load_reward(function.name)
 
-        def call(prompts, completions, **columns):
-            return reward(prompts=prompts, completions=completions, **{**columns, **function.args})
-
-        call.__name__ = function.name
-        return call
-
-    return [bound(function) for function in config.reward.functions]
+def called(reward, arguments: dict, /, **columns) -> list:
+    """Arguments take precedence over columns, as in our runs."""
+    return reward(**(columns | arguments))
 
 
 class Evaluate(TrainerCallback):
@@ -89,14 +89,22 @@ class Evaluate(TrainerCallback):
 
     def measure(self, model, step: int) -> None:
         started = time.perf_counter()
-        config = self.config
-        tokenizer = self.tokenizer
-        ends = end_tokens(model, tokenizer)
-        precision = config.runtime.precision
-        policy = Policy(model, tokenizer, ends, tokenizer.pad_token_id, self.world.device, precision)
-        grader = Grader(config.eval, self.rewards)
-        sampling = eval_sampling(config)
-        found = evaluate(BuiltinEngine(policy), self.problems, grader, self.world, sampling, seed=config.seed)
+        policy = Policy(
+            model,
+            self.tokenizer,
+            end_tokens(model, self.tokenizer),
+            self.tokenizer.pad_token_id,
+            self.world.device,
+            self.config.runtime.precision,
+        )
+        found = evaluate(
+            BuiltinEngine(policy),
+            self.problems,
+            Grader(self.config.eval, self.rewards),
+            self.world,
+            eval_sampling(self.config),
+            seed=self.config.seed,
+        )
         self.points.append({"step": step, **found.metrics})
         self.seconds += time.perf_counter() - started
 
@@ -113,6 +121,7 @@ def main() -> None:
     config = load_config(arguments)
     torch.set_num_threads(config.runtime.threads_per_rank or 1)
     use_cpu = config.runtime.device == "cpu" or not torch.cuda.is_available()
+    device = torch.device("cpu" if use_cpu else "cuda")
     path = resolve_model(config.model.name_or_path, config.data.dataset)
     tokenizer = load_tokenizer(path)
     r = config.rollout
@@ -124,13 +133,17 @@ def main() -> None:
     problems = make_problems(load_rows(data, train=True, seed=config.seed), data, tokenizer).problems
     schedule = Schedule(problems, prompts_per_step=r.prompts_per_step, seed=config.seed)
     order = [problem for step in range(o.max_steps) for problem in schedule.at(step)]
-    rows = [{"prompt": problem.reward_prompt, **problem.columns} for problem in order]
-    for row, problem in zip(rows, order, strict=True):
-        template_kwargs = config.data.chat_template_kwargs
-        ids = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, **template_kwargs)["input_ids"]
-        assert tuple(ids) == problem.prompt_ids, "TRL's prompt is ours"
+    rows = []
+    for problem in order:
+        prompt = problem.reward_prompt
+        written = tokenizer.apply_chat_template(
+            prompt,
+            add_generation_prompt=True,
+            **config.data.chat_template_kwargs,
+        )
+        assert tuple(written["input_ids"]) == problem.prompt_ids, "TRL's prompt is ours"
+        rows.append({"prompt": prompt, **problem.columns})
     held_out = make_problems(load_rows(config.data, train=False, seed=config.seed), config.data, tokenizer).problems
-    device = torch.device("cpu" if use_cpu else "cuda")
     callback = Evaluate(config, tokenizer, held_out[: config.eval.max_samples], int(every), device)
     warmup = round(o.max_steps * o.warmup_steps) if o.warmup_steps < 1 else int(o.warmup_steps)
     with tempfile.TemporaryDirectory() as folder:
@@ -193,7 +206,12 @@ def main() -> None:
     callback.rewards.close()
     rewards = [round(entry["reward"], 4) for entry in trainer.state.log_history if "reward" in entry]
     assert len(rewards) == o.max_steps
-    Path(output).write_text(json.dumps({"points": callback.points, "reward_by_step": rewards, "seconds": seconds}))
+    found = {
+        "points": callback.points,
+        "reward_by_step": rewards,
+        "seconds": seconds,
+    }
+    Path(output).write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
