@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from pathlib import Path
 
 import pytest
 from conftest import ROOT, environment_of_runs
@@ -22,18 +23,16 @@ def test_the_pinned_versions_are_within_the_bounds():
         assert bounds[name].specifier.contains(pin.version), f"{name}: {pin} is outside of {bounds[name]}"
 
 
-def test_files_that_are_no_modules_are_package_data():
-    """The report's template; an installed package would lack any other."""
-    data = PROJECT["tool"]["setuptools"]["package-data"]
-    globs = [(ROOT / package.replace(".", "/"), glob) for package, globs in data.items() for glob in globs]
-    declared = {path for folder, glob in globs for path in folder.glob(glob)}
-    files = {path for path in (ROOT / "grpo").rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")}
-    assert files == declared
-    for module in (ROOT / "grpo").rglob("*.py"):
-        assert (module.parent / "__init__.py").exists(), f"{module} is in no package: setuptools would leave it out"
+def files_of(folder: Path) -> set[Path]:
+    files = set()
+    for path in (folder / "grpo").rglob("*"):
+        if path.is_file() and path.suffix != ".pyc":
+            files.add(path.relative_to(folder))
+    return files
 
 
-def test_the_page_is_installed_beside_the_package(tmp_path):
+def test_every_file_and_the_page_are_installed(tmp_path):
+    """Also the report's template, which is no module."""
     pytest.importorskip("setuptools", minversion="77", reason="pyproject.toml asks pip for it")
     built = tmp_path / "built"
     build = [
@@ -46,13 +45,12 @@ def test_the_page_is_installed_beside_the_package(tmp_path):
     ]
     command = [sys.executable, "-c", "from setuptools import setup; setup()", *build]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    assert files_of(built) == files_of(ROOT)
     code = "import grpo.library as l, importlib.util as u; print(l.PAGE, u.find_spec('train_grpo').origin)"
-    environment = environment_of_runs({"PYTHONPATH": str(built)})
-    command = [sys.executable, "-c", code]
     done = subprocess.run(
-        command,
+        [sys.executable, "-c", code],
         cwd=tmp_path,
-        env=environment,
+        env=environment_of_runs({"PYTHONPATH": str(built)}),
         capture_output=True,
         text=True,
         check=True,

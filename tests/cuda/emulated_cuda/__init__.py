@@ -59,7 +59,6 @@ def run(scenario: str, **arguments) -> tuple[object, str]:
     env = dict(
         os.environ,
         OMP_NUM_THREADS="1",
-        TORCHDYNAMO_DISABLE="1",  # no compiler knows this device
         TOKENIZERS_PARALLELISM="false",
         PYTHONPATH=f"{ROOT}:{ROOT}/tests:{HERE.parent}",
         LD_PRELOAD=str(compiled_guard()),
