@@ -12,7 +12,7 @@ sides keep fp32 master weights under autocast, except with ``+bf16-weights``.
 Each side is a process of its own, and the processes take turns step by step, so a machine that gets slower affects
 all. Each runs ``--steps`` steps on the same ``4 * steps`` problems in its own order; the first step is warm-up. The
 sides sample different completions of the same distribution (the learning rate is 1e-6), so times are seconds per
-1,000 completion tokens.
+1,000 completion tokens. What the trainers print goes to stderr.
 """
 
 import json
@@ -20,7 +20,6 @@ import os
 import statistics
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 from common import RESULTS, about, in_turn, markdown, parser, ratios, run, shown, write
@@ -52,37 +51,34 @@ def measure(
     answers = {}
     threads = str(setting["threads"])
     environment = os.environ | {"OMP_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}
-    with tempfile.TemporaryDirectory() as folder:
 
-        def reply(side: str) -> str:
-            """The next line of a side; an empty one if it has failed."""
-            if line := started[side].stdout.readline().strip():
-                return line
-            raise SystemExit(f"{side} failed:\n{Path(folder, side).read_text()[-6000:]}")
+    def reply(side: str) -> str:
+        """The next line of a side; an empty one if it has failed."""
+        if line := started[side].stdout.readline().strip():
+            return line
+        raise SystemExit(f"{side} failed")
 
-        try:
-            for side in sides:
-                python = sys.executable if side == "ours" else trl_python
-                with Path(folder, side).open("w") as errors:
-                    started[side] = subprocess.Popen(
-                        [python, str(SIDE), json.dumps(setting | {"side": side})],
-                        env=environment,
-                        stdin=subprocess.PIPE,
-                        stdout=subprocess.PIPE,
-                        stderr=errors,
-                        text=True,
-                    )
-            for side in sides:
-                reply(side)
-            for number in range(setting["steps"]):
-                for side in in_turn(sides, number):
-                    print("go", file=started[side].stdin, flush=True)
-                    answers[side] = reply(side)
-            return {side: json.loads(answer) for side, answer in answers.items()}
-        finally:
-            for process in started.values():
-                process.kill()
-                process.wait()
+    try:
+        for side in sides:
+            python = sys.executable if side == "ours" else trl_python
+            started[side] = subprocess.Popen(
+                [python, str(SIDE), json.dumps(setting | {"side": side})],
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+        for side in sides:
+            reply(side)
+        for number in range(setting["steps"]):
+            for side in in_turn(sides, number):
+                print("go", file=started[side].stdin, flush=True)
+                answers[side] = reply(side)
+        return {side: json.loads(answer) for side, answer in answers.items()}
+    finally:
+        for process in started.values():
+            process.kill()
+            process.wait()
 
 
 def per_thousand_tokens(record: dict) -> dict[str, list[float]]:

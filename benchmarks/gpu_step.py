@@ -91,7 +91,7 @@ def machine(bench: Bench) -> dict:
     """speed of a matrix product; writes the random models of all other parts"""
     found = {"TFLOP/s of a product": matmul_rate(bench.device, "bf16") / 1e12}
     if bench.device.type == "cuda":
-        found["GPU"] = torch.cuda.get_device_properties(bench.device).name
+        found["GPU"] = torch.cuda.get_device_name(bench.device)
     for shape in {"small", bench.shape}:
         # With weights of the usual size attention is almost an average, and wrong positions or
         # masks would hardly show.

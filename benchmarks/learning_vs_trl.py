@@ -125,7 +125,6 @@ def main() -> None:
         __doc__,
         trl_python=None,
         config=None,
-        every=0,
         seeds=[0, 1, 2],
         runs=ROOT / "runs/learning_vs_trl",
         table_only=False,
@@ -144,7 +143,7 @@ def main() -> None:
     output = RESULTS / "learning_vs_trl.json"
     if is_own:
         output = options.runs / f"{Path(options.config or 'changed').stem}.json"
-    options.every = options.every or (steps if is_own else 20)
+    options.every = steps if is_own else 20
     options.runs.mkdir(parents=True, exist_ok=True)
     of_config = {"steps": steps} | ({"settings": options.settings} if is_own else {})
 

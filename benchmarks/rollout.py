@@ -173,17 +173,8 @@ def main() -> None:
     ).to(device)
     median = a.max_length / 2.6
     factors_UG = (torch.randn(U, a.group, generator=rng) * 0.5).exp()
-    lengths_UG = (
-        factors_UG.mul(median)
-        .round()
-        .clamp(
-            1,
-            a.max_length,
-        )
-        .long()
-    )
-    reason = check_model(policy, CompletionScorer(policy.model))
-    print(f"packed: {reason or 'yes'}; lengths {lengths_UG.min()} to {lengths_UG.max()}")
+    lengths_UG = (factors_UG * median).round().clamp(1, a.max_length).long()
+    check_model(policy, CompletionScorer(policy.model))
 
     engine = ForcedLengths(policy, cuda_graphs=True)
     sides = {"ours": ours, "generate": theirs}

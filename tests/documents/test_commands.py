@@ -47,7 +47,17 @@ def commands(path: Path) -> list[str]:
     """The commands of a document, without their comments; those of pytest also from within a sentence."""
     lines = "\n".join(blocks(path, "bash")).replace("\\\n", " ").splitlines()
     lines += re.findall(r"`(pytest [^`]+)`", path.read_text(encoding="utf-8"))
-    found = [command for line in lines if (command := re.sub(r"(^|\s)#.*$", "", line).strip())]
+    found = [
+        command
+        for line in lines
+        if (
+            command := re.sub(
+                r"(^|\s)#.*$",
+                "",
+                line,
+            ).strip()
+        )
+    ]
     return [command for command in found if not command.startswith(NOT_HERE) and "vllm" not in command]
 
 
@@ -170,7 +180,17 @@ def execute(tree: Path, together: list[str], **variables: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "path", [path for path in FILES if blocks(path, "bash") and path not in RECIPES], ids=lambda path: path.name
+    "path",
+    [
+        path
+        for path in FILES
+        if blocks(
+            path,
+            "bash",
+        )
+        and path not in RECIPES
+    ],
+    ids=lambda path: path.name,
 )
 def test_every_command_works(tree, path):
     for name, setting in (("tiny_arithmetic", ""), ("dr_grpo", " algorithm.name=dr_grpo")):

@@ -132,7 +132,14 @@ def test_the_worked_example():
 
     std = math.sqrt((4 * 0.25) / 3)
     a = 0.5 / (std + 1e-4)
-    assert advantages(1, 0, 0, 1) == pytest.approx([a, -a, -a, a])
+    assert advantages(1, 0, 0, 1) == pytest.approx(
+        [
+            a,
+            -a,
+            -a,
+            a,
+        ]
+    )
     for number in (f"{std:.5f}", f"{std + 1e-4:.5f}", f"{a:.4f}", f"{0.5 / std:.4f}"):
         assert number in text
     assert advantages(1, 1, 1, 1) == [0, 0, 0, 0]
@@ -140,9 +147,39 @@ def test_the_worked_example():
     assert f"A = `[+{found[0]:.4f}, 0, -{found[0]:.4f}]`" in text
     assert found == pytest.approx([found[0], 0, -found[0]])
 
-    new = torch.tensor([[-0.5, -1.0, -0.2], [-0.7, 0.0, 0.0]], dtype=torch.float64)
-    old = torch.tensor([[-0.6, -1.0, -0.5], [-0.3, 0.0, 0.0]], dtype=torch.float64)
-    mask = torch.tensor([[1, 1, 1], [1, 0, 0]], dtype=torch.bool)
+    new = torch.tensor(
+        [
+            [-0.5, -1.0, -0.2],
+            [
+                -0.7,
+                0.0,
+                0.0,
+            ],
+        ],
+        dtype=torch.float64,
+    )
+    old = torch.tensor(
+        [
+            [-0.6, -1.0, -0.5],
+            [
+                -0.3,
+                0.0,
+                0.0,
+            ],
+        ],
+        dtype=torch.float64,
+    )
+    mask = torch.tensor(
+        [
+            [1, 1, 1],
+            [
+                1,
+                0,
+                0,
+            ],
+        ],
+        dtype=torch.bool,
+    )
     A = torch.tensor([1.0, -1.0], dtype=torch.float64)
     for aggregation in ("response_mean", "token_mean", "constant"):
         options = dict(aggregation=aggregation, max_length=8)
