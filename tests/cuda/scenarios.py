@@ -17,9 +17,14 @@ import gpu
 
 def trains(folder, settings):
     """``train_grpo.py`` for two steps on a small random model; its metrics."""
-    arguments = small_run(save_random_model(Path(folder, "model")), Path(folder, "run"))
-    short = ["runtime.device=cuda", "optim.max_steps=2", "eval.before_training=false", "data.max_eval_samples=1"]
-    assert train_grpo.main([*arguments, *short, *settings]) == 0
+    arguments = [
+        *small_run(save_random_model(Path(folder, "model")), Path(folder, "run")),
+        "runtime.device=cuda",
+        "optim.max_steps=2",
+        "eval.before_training=false",
+        "data.max_eval_samples=1",
+    ]
+    assert train_grpo.main([*arguments, *settings]) == 0
     lines = Path(folder, "run", "metrics.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]
 
@@ -35,10 +40,8 @@ def benchmark(folder, only, mistake=None):
             add_to_layer(reads_what_is_freed)
         case "host sync":
             add_to_layer(lambda module, inputs, output: output * float(output.max() > -1e9))
-    arguments = ["--shape=small", f"--output={folder}"]
-    for name in only:
-        arguments += ["--only", name]
-    code = gpu.main(arguments)
+    names = [f"--only={name}" for name in only]
+    code = gpu.main(["--shape=small", f"--output={folder}", *names])
     rows = json.loads(Path(folder, "gpu_part.json").read_text())
     return {"code": code} | {row["name"]: row["result"] for row in rows}
 

@@ -48,7 +48,11 @@ class Graph:
                 if address not in self.made and address not in device.memory:
                     raise RuntimeError(f"a graph reads freed memory: {tensor.shape} in {func}")
             computed = tensors_in(compute(func, args, kwargs))
-            for old, new in zip(outputs, computed[: len(outputs)], strict=True):
+            for old, new in zip(
+                outputs,
+                computed[: len(outputs)],
+                strict=True,
+            ):
                 old.copy_(new)
 
     def pool(self) -> tuple[int, int]:

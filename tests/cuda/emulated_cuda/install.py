@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import torch
 
 from emulated_cuda.graphs import Graph, Stream
@@ -24,12 +22,8 @@ def install() -> None:
         is_available=lambda: True,
         is_initialized=lambda: True,
         is_current_stream_capturing=device.is_capturing,
-        get_device_properties=lambda *_: SimpleNamespace(
-            name="emulated",
-            major=9,
-            minor=0,
-            total_memory=80 * 2**30,
-        ),
+        is_bf16_supported=lambda *_: True,
+        get_device_name=lambda *_: "emulated",
         get_rng_state=lambda *_: torch.zeros(16, dtype=torch.uint8),
         set_rng_state=lambda *_, **__: None,
         synchronize=lambda *_: device.sync("synchronize"),
