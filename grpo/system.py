@@ -107,8 +107,6 @@ ENVIRONMENT_DEFAULTS = {
     # On CPU, oneDNN keeps a kernel with scratch memory for each of up to 1,024 shapes (benchmarks/memory.py).
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
     "LRU_CACHE_CAPACITY": "64",
-    # Inductor, which compiles parts of decode steps, would start 16 processes in each rank.
-    "TORCHINDUCTOR_COMPILE_THREADS": "1",
     # Segments of fixed size fragment. Growing ones fail only with collectives in CUDA graphs (pytorch/pytorch#158029).
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",
 }

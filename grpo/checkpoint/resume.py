@@ -95,8 +95,9 @@ def find_checkpoint(config: Config, lock: Lock) -> tuple[Path | None, str | None
     newest = checkpoint.find_newest_valid(output)
     if resume == "auto":
         if newest is None and checkpoint.list_checkpoints(output):
-            remedy = "checkpoint.resume=never starts anew"
-            raise ConfigError(f"no checkpoint in {output} is valid, or all are of another version: {remedy}")
+            raise ConfigError(
+                f"no checkpoint in {output} is valid, or all are of another version: checkpoint.resume=never starts anew"
+            )
         return newest, None
 
     start = None

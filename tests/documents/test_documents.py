@@ -256,3 +256,24 @@ def test_functions_of_the_code_tour_and_of_the_formulas_exist():
             pkgutil.resolve_name(f"grpo.{dotted}")
             found += 1
     assert found > 30
+
+
+def without_code(text: str) -> str:
+    """The text without its code blocks."""
+    return re.sub(
+        r"^```.*?^```$",
+        "",
+        text,
+        flags=re.MULTILINE | re.DOTALL,
+    )
+
+
+def test_the_readme_is_short_and_documents_are_narrow():
+    """Prose is at most 140 wide, a cell of a table 200."""
+    for path in DOCS:
+        lines = without_code(path.read_text()).splitlines()
+        prose = [line for line in lines if not line.startswith(("|", "  <img"))]
+        cells = [cell for line in lines if line.startswith("|") for cell in line.split("|")]
+        assert all(len(line) <= 140 for line in prose if "](" not in line or len(line.split()) > 1), path.name
+        assert all(len(cell) <= 200 for cell in cells), path.name
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 110

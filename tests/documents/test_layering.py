@@ -36,9 +36,9 @@ ALONE = {
 
 MAX_ROOMS = 22
 BUDGETS = {
-    "system": 700, "attention": 6550, "algorithm": 8600, "config": 9200, "distributed": 3400, "data": 11200,
-    "telemetry": 7400, "workers": 5750, "rewards": 10400, "model": 4900, "rollout": 12350, "vllm": 4650, "turns": 10350,
-    "evaluation": 2850, "checkpoint": 4260, "run": 13510, "library": 1830, "report": 3300, "commands": 8950,
+    "system": 680, "attention": 5500, "algorithm": 7600, "config": 7000, "distributed": 3020, "data": 7830,
+    "telemetry": 5000, "workers": 5000, "rewards": 9400, "model": 4600, "rollout": 8750, "vllm": 4390, "turns": 7000,
+    "evaluation": 2500, "checkpoint": 3000, "run": 11460, "library": 1750, "report": 2650, "commands": 5450,
 }  # fmt: skip
 """Python tokens of each room, without comments, docstrings and line ends: what a reader takes in, however it is laid
 out. A room that outgrows its budget asks first what can leave it; lines are free."""
