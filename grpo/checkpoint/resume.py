@@ -94,10 +94,8 @@ def find_checkpoint(config: Config, lock: Lock) -> tuple[Path | None, str | None
         checkpoint.recover(output)
     newest = checkpoint.find_newest_valid(output)
     if resume == "auto":
-        if newest is None and checkpoint.list_checkpoints(output):
-            raise ConfigError(
-                f"no checkpoint in {output} is valid, or all are of another version: checkpoint.resume=never starts anew"
-            )
+        if not newest and checkpoint.list_checkpoints(output):
+            raise ConfigError(f"no checkpoint in {output} is valid: checkpoint.resume=never starts anew")
         return newest, None
 
     start = None

@@ -200,7 +200,7 @@ _Loader.add_implicit_resolver(
 
 def config_of_models(
     models: Sequence[str],
-    file: str | None,
+    config_file: str | None,
     overrides: list[str],
     *,
     without_run: dict[str, Any] | None = None,
@@ -208,21 +208,22 @@ def config_of_models(
     """The configuration for a command that takes models, and the file of the run that it is based on; None: of none.
 
     Args:
-        file: the argument of ``--config``; None: the configuration of the run that wrote the first model of a run.
+        config_file: the argument of ``--config``; None: the configuration of the run that wrote the
+            first model of a run.
         without_run: nested values to begin with if there is neither; None: the defaults.
     """
-    if file is not None:
-        return load_config(["--config", file, *overrides]), None
+    if config_file is not None:
+        return load_config(["--config", config_file, *overrides]), None
     for model in models:
         folder = Path(model).expanduser().resolve()
+        run = folder.parent if folder.name.startswith("checkpoint-") else folder
         # A checkpoint has the configuration of its run, also where it was moved or copied.
-        in_checkpoint = folder / "trainer" / "state.json"
-        if in_checkpoint.is_file():
-            values = json.loads(in_checkpoint.read_text(encoding="utf-8"))["config"]
-            changes = [f"output_dir={folder.parent}", *overrides]
-            return load_config(changes, default_values=values), in_checkpoint
-        of_run = folder / "config.yaml"
-        if of_run.is_file():
-            values = read_config_file(of_run)
-            return load_config([f"output_dir={folder}", *overrides], default_values=values), of_run
+        file = folder / "trainer" / "state.json"
+        if file.is_file():
+            values = json.loads(file.read_text(encoding="utf-8"))["config"]
+        else:
+            file = run / "config.yaml"
+            values = read_config_file(file) if file.is_file() else None
+        if values is not None:
+            return load_config([f"output_dir={run}", *overrides], default_values=values), file
     return load_config(overrides, default_values=without_run), None

@@ -53,8 +53,12 @@ def read_rows(config: DataConfig, key: str, *, train: bool, seed: int) -> list[d
     if dataset == PYTHON_ROWS:
         # Another command asks for them, or the evaluation for a split of the rows of training.
         raise ValueError(f"{setting} stands for rows passed to grpo.train(), without splits: name a dataset")
+    path = Path(dataset).expanduser()
+    # The Hub would be asked for it, for a long time where there is no network.
+    if dataset.startswith((".", "/", "~")) and not path.exists():
+        raise ValueError(f"{setting}: there is no such file or folder")
     try:
-        rows = _read(Path(dataset).expanduser(), config.config_name, split)
+        rows = _read(path, config.config_name, split)
         return list(itertools.islice(rows, limit))
     # For a broken file, json, pyarrow and datasets raise exceptions without a common base.
     except Exception as error:

@@ -36,7 +36,7 @@ ALONE = {
 
 MAX_ROOMS = 22
 BUDGETS = {
-    "system": 680, "attention": 5500, "algorithm": 7600, "config": 7000, "distributed": 3020, "data": 7830,
+    "system": 680, "attention": 5500, "algorithm": 7600, "config": 7000, "distributed": 3020, "data": 7860,
     "telemetry": 5000, "workers": 5000, "rewards": 9400, "model": 4600, "rollout": 8750, "vllm": 4390, "turns": 7000,
     "evaluation": 2500, "checkpoint": 3000, "run": 11460, "library": 1750, "report": 2650, "commands": 5450,
 }  # fmt: skip
