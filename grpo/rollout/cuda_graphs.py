@@ -6,7 +6,7 @@ A captured step reads and writes the tensors that it was captured with, so no sh
 attends to a fixed number of own tokens, of which those not drawn yet are masked. When rows leave or
 join, or have as many tokens as it attends to, the next step is captured anew.
 
-An H100 has run graphs of this kind (``benchmarks/results/h100.md``). Tests capture and replay the
+An H100 has run an earlier form of this (``benchmarks/results/h100.md``). Tests capture and replay the
 steps on an emulated CUDA device (``tests/cuda/``), and run them on the CPU without graphs.
 """
 
