@@ -19,7 +19,7 @@ from common import about, in_turn, parser, ratios, shown, write
 
 import torch  # isort: skip
 from random_model import SIZES, sharpen
-from transformers import AutoConfig, AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList, Qwen2Config
+from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList, Qwen2Config
 
 from grpo.algorithm.batch import Problem
 from grpo.algorithm.logprobs import CompletionScorer
@@ -58,10 +58,7 @@ class NoTokenizer:
 
 def load(a, device) -> Policy:
     torch.manual_seed(0)
-    if a.model and getattr(a, "vocabulary", None):
-        config = AutoConfig.from_pretrained(a.model, vocab_size=a.vocabulary)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
-    elif a.model:
+    if a.model:
         model = AutoModelForCausalLM.from_pretrained(a.model, dtype=torch.float32)
     else:
         config = Qwen2Config(max_position_embeddings=32768, **SIZES[a.shape])

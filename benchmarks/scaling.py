@@ -1,7 +1,6 @@
 """Weak scaling over gloo ranks of one thread: the same number of problems per rank, 1 and 2 ranks (or more), in turn.
 
     python benchmarks/scaling.py --model DIR --data train.jsonl
-    python benchmarks/scaling.py --paper         simulates the completion lengths of docs/scaling.md
 
 Efficiency is the time of a step on one rank divided by that on several ranks, each with ``--prompts`` problems,
 summed over all steps after the first. Ranks wait for the rank with the longest completions, so the figure also depends
@@ -44,37 +43,17 @@ def seconds_apart(a) -> float:
         return statistics.mean(found)
 
 
-def paper() -> None:
-    """Print the longest completion and the load of the busiest rank.
-
-    Each rank has 64 completions of log-normal length (median 200, sigma 0.5, at most 1,024).
-    """
-    import torch
-
-    generator = torch.Generator().manual_seed(0)
-    for ranks in (1, 8, 64, 512):
-        lengths = (torch.randn(400, ranks, 64, generator=generator) * 0.5).exp().mul(200).clamp(max=1024)
-        tokens = lengths.sum(dim=2)
-        longest = lengths.amax(dim=(1, 2)).mean()
-        busiest = (tokens.amax(dim=1) / tokens.mean(dim=1)).mean()
-        print(f"{ranks} ranks: longest {longest:.0f}, busiest rank {busiest:.2f} times the mean")
-
-
 def main() -> None:
     a = parser(
         __doc__,
         model=None,
         data=None,
-        paper=False,
         ranks=2,
         prompts=4,
         steps=5,
         repeats=3,
         output=None,
     ).parse_args()
-    if a.paper:
-        paper()
-        return
     os.environ["OMP_NUM_THREADS"] = "1"
     sides = {
         "one rank alone": lambda: seconds_per_step(a, 1),

@@ -2,7 +2,6 @@
 
     python benchmarks/update.py --model DIR
     python benchmarks/update.py --model DIR --points "4:256:256 8:256:256 16:256:256 8:256:64 8:64:256"
-    python benchmarks/update.py --model DIR --vocabulary 151936 --points "8:256:64 8:256:128 8:256:256"
     python benchmarks/update.py --model DIR --equal-groups 2    of the 4 groups, 2 have advantage 0 and are skipped
 
 A point is group:prompt:longest completion, in tokens. Each measurement has a fresh process, and the two sides
@@ -143,7 +142,6 @@ def main() -> None:
         prompts=4,
         equal_groups=0,
         points="8:256:256",
-        vocabulary=0,
         tokens_per_microbatch=16384,
         threads=2,
         repeats=3,
@@ -156,12 +154,8 @@ def main() -> None:
         a.group, a.prompt, a.completion = (int(number) for number in point.split(":"))
         print(json.dumps(measure(a)))
         return
-    columns = [
-        *("group", "prompt", "completion"),
-        *("tokens/s, packed", "padded", "times"),
-        *("utilisation, packed", "padded"),
-        *("peak MiB, packed", "padded"),
-    ]
+    columns = ["group", "prompt", "completion", "tokens/s, packed", "padded", "times"]
+    columns += ["utilisation, packed", "padded", "peak MiB, packed", "padded"]
     rows = []
     results = []
     for point in a.points.split():
