@@ -43,7 +43,8 @@ from grpo.run.prepare import prepare
 from grpo.run.records import Learner, Run, Step
 from grpo.run.rollouts import replace_equal_groups, sample_and_score
 from grpo.run.steps import remaining_steps
-from grpo.telemetry.terminal import exit_with_user_error, survive_lost_readers
+from grpo.system import survive_lost_readers
+from grpo.telemetry.terminal import exit_with_user_error
 
 DEMO = Path(__file__).parent / "configs" / "tiny_arithmetic.yaml"
 

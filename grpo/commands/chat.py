@@ -33,8 +33,7 @@ from grpo.distributed import start_world
 from grpo.rewards import RewardRunner
 from grpo.rewards.scores import score_groups
 from grpo.run.records import Sampler
-from grpo.system import printable
-from grpo.telemetry.terminal import survive_lost_readers
+from grpo.system import printable, survive_lost_readers
 from grpo.turns.tools import Tools
 
 

@@ -15,8 +15,7 @@ from grpo.commands.command import command, command_parser
 from grpo.commands.models import find_tokenizer
 from grpo.config import config_of_models
 from grpo.data import ProblemSet, Rows, count_shared, load_rows, make_problems
-from grpo.system import printable
-from grpo.telemetry.terminal import survive_lost_readers
+from grpo.system import printable, survive_lost_readers
 from grpo.turns.tools import Tools
 
 NUM_PROMPTS = 3

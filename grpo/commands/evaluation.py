@@ -30,9 +30,9 @@ from grpo.evaluation.grading import Grader, check_reward_names, correctness_note
 from grpo.rewards import RewardRunner
 from grpo.rewards.code import check_rows
 from grpo.rollout import engine_with_weights, split_stop
-from grpo.system import write_atomically
+from grpo.system import survive_lost_readers, write_atomically
 from grpo.telemetry.records import json_safe
-from grpo.telemetry.terminal import exit_with_user_error, survive_lost_readers
+from grpo.telemetry.terminal import exit_with_user_error
 from grpo.turns.tools import Tools
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from grpo.checkpoint import format as checkpoint
 from grpo.commands.command import command
 from grpo.model import is_adapter, write_merged
-from grpo.telemetry.terminal import survive_lost_readers
+from grpo.system import survive_lost_readers
 
 
 @command

@@ -8,8 +8,7 @@ from pathlib import Path
 from grpo.commands.command import command
 from grpo.report.page import build_page
 from grpo.report.read import RunData, read_run
-from grpo.system import write_atomically
-from grpo.telemetry.terminal import survive_lost_readers
+from grpo.system import survive_lost_readers, write_atomically
 
 RELOAD_S = 5
 """Seconds between two pages with ``--watch``, and between two reloads of the open page."""

@@ -40,8 +40,7 @@ from grpo.config import (
 from grpo.library import PAGE
 from grpo.report.read import read_run
 from grpo.run.user_functions import load_user_functions
-from grpo.system import end_with_parent
-from grpo.telemetry.terminal import survive_lost_readers
+from grpo.system import end_with_parent, survive_lost_readers
 
 
 @dataclass(frozen=True)

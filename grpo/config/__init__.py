@@ -18,5 +18,4 @@ from grpo.config.schema import (
     EvalConfig,
     OptimConfig,
     RuntimeConfig,
-    engine_overrides,
 )  # fmt: skip

@@ -240,11 +240,6 @@ class RolloutConfig(Section):
         return [address.rstrip("/") for address in addresses]
 
 
-def engine_overrides(engine: str) -> list[str]:
-    """``section.key=value`` for an evaluation or a chat: the engine, and with vLLM a server of its own."""
-    return [f"rollout.engine={engine}", "rollout.server=start"]
-
-
 class OptimConfig(Section):
     learning_rate: PositiveFloat = 1e-6
     """Peak learning rate."""
@@ -333,11 +328,6 @@ class LoggingConfig(Section):
     """Completions to write to completions/ (Parquet) every `every` steps, two of each problem; 0: none."""
     every: PositiveInt = 1
     """Console line, point on dashboards, and completions every N steps (metrics.jsonl has every step)."""
-
-    @property
-    def has_dashboards(self) -> bool:
-        """True if the run is shown in wandb, trackio or TensorBoard."""
-        return self.wandb != "disabled" or self.trackio or self.tensorboard
 
 
 class RuntimeConfig(Section):

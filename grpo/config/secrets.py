@@ -16,7 +16,7 @@ _HARMLESS = re.compile(
     "answer|stop|start|end|think|special|[bes]os|sep|pad|unk|mask|max|min|num|count|json|sort|group|column|row|data|"
     "dict|field|reward|target|score|label|budget|limit"
 )
-"""A word that makes it another name again: ``stop_token``, ``answer_key``."""
+"""A word that makes a key or token beside it harmless: ``stop_token``, ``answer_key``."""
 _REFERENCE = re.compile(r"((?:Bearer |Basic |Token )?)\$\{([A-Z_][A-Z0-9_]*)\}")
 
 
@@ -24,9 +24,13 @@ def names_a_secret(name: str) -> bool:
     """True for ``api_key``, ``apiKey``, ``hf_token_2``, ``db_password``; not for ``max_tokens`` or ``stop_token``."""
     found = re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", name)
     words = [word.lower() for word in found]
-    if any(map(_HARMLESS.fullmatch, words)):
-        return False
-    return any(map(_SECRET.fullmatch, words))
+    for before, word, after in zip(["", *words], words, [*words[1:], ""], strict=False):
+        # A neighbour makes only these harmless: a password is one whatever stands beside it.
+        is_weak = word in ("key", "keys", "token")
+        is_harmless = is_weak and (_HARMLESS.fullmatch(before) or _HARMLESS.fullmatch(after))
+        if _SECRET.fullmatch(word) and not is_harmless:
+            return True
+    return False
 
 
 def masked(value: Any, is_secret: bool = False) -> Any:

@@ -72,6 +72,7 @@ class CapturedSteps:
         """Compute a step as it is, and capture it for the tokens that follow."""
         self._step()
         expected_RH = self.hidden_RH
+        reason = None
         try:
             self.replay = self._replay_of_step()
             self.replay()
@@ -80,6 +81,8 @@ class CapturedSteps:
         except Exception as error:  # of the driver, or memory runs out
             # The error of the step says more than that of the end of its capture.
             reason = first_line(error.__context__ or error)
+        # Behind the handler, whose traceback holds the memory of the graph that failed.
+        if reason is not None:
             self.graphs.are_on = False
             self.graphs.warn(f"note: decode steps are not captured in CUDA graphs ({reason})")
             self._step()  # a wrong replay has stored other keys and values

@@ -23,7 +23,8 @@ def table_row(record: dict[str, Any]) -> dict[str, Any]:
     """The record of a completion as a row of a table: without what each of its tokens has."""
     row = {}
     for name, value in record.items():
-        if not isinstance(value, list | dict):
+        # It is None where the model wrote every token.
+        if not isinstance(value, list | dict) and name != "sampled":
             row[name] = value
     for name, value in record["rewards"].items():
         row[f"rewards/{name}"] = value
@@ -80,7 +81,9 @@ class Wandb(Service):
                 finish_timeout=TIMEOUT_S,
             ),
         )
-        mode = os.environ.get("WANDB_MODE", config.logging.wandb)
+        mode = config.logging.wandb
+        if os.environ.get("WANDB_MODE") == "offline":
+            mode = "offline"
         try:
             # Without a key init asks on a terminal, and the ranks wait. A program's own run, if it
             # has one, goes on.

@@ -81,7 +81,7 @@ def environment(world_size: int) -> dict[str, Any]:
     if torch.cuda.is_available():
         device = torch.cuda.get_device_name(0)
     folder = shlex.quote(str(Path(__file__).parent))
-    describe = f"git -C {folder} describe --always --dirty --abbrev=40 --exclude='*'"
+    describe = f"timeout 10 git -C {folder} describe --always --dirty --abbrev=40 --exclude='*' 2>/dev/null"
     status, commit = subprocess.getstatusoutput(describe)
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),

@@ -44,7 +44,8 @@ class Reporter:
         self.wandb_run_id = wandb_run_id
         logging = config.logging
         self._every = logging.every
-        self._completions_every = max(max_steps // COMPLETIONS_PER_RUN, 1)
+        shown_steps = max_steps // logging.every
+        self._completions_every = logging.every * max(shown_steps // COMPLETIONS_PER_RUN, 1)
         self._dashboards: dict[str, Wandb | Trackio | TensorBoard] = {}
         self._completions: list[dict[str, Any]] = []
         self._unsent: dict[str, Any] = {}

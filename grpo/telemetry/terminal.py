@@ -1,42 +1,11 @@
-"""Standard streams, from which a reader may go away, and errors that the user can fix."""
+"""Errors that the user can fix."""
 
-import io
-import os
 import signal
 import sys
 import time
-from typing import Any
 
 from grpo.distributed import World, launch_environment
 from grpo.system import printable
-
-
-def survive_lost_readers() -> None:
-    """Let this process go on when its output has no reader (a closed pipe, terminal or stream), or a full disk."""
-    for number in range(3):
-        try:
-            os.fstat(number)
-        except OSError:  # closed by the shell (`>&-`): the next file that is opened would get its number
-            os.open(os.devnull, os.O_RDWR)  # the lowest free number, so this one
-    for number, name in enumerate(("stdout", "stderr"), start=1):
-        stream = getattr(sys, name)
-        if stream is getattr(sys, f"__{name}__"):  # else the caller's own stream
-            output = io.BufferedWriter(_Output(number, "w", closefd=False))
-            text = io.TextIOWrapper(output, errors="backslashreplace", line_buffering=True)
-            setattr(sys, name, text)
-
-
-class _Output(io.FileIO):
-    """A standard stream that becomes /dev/null when nobody can read it any more."""
-
-    def write(self, data: Any) -> int:
-        try:
-            return super().write(data)
-        except OSError:
-            null = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(null, self.fileno())
-            os.close(null)
-            return len(data)
 
 
 def print_user_error(error: BaseException) -> None:

@@ -37,6 +37,8 @@ def calculator(expression: str) -> str:
 def _power(base: int | float, exponent: int | float) -> int | float:
     if abs(exponent) > MAX_EXPONENT or abs(base) > 1e9:
         raise ValueError("the power is too large")
+    if base < 0 and exponent != int(exponent):
+        raise ValueError("the power is not a real number")
     return base**exponent
 
 
@@ -60,7 +62,7 @@ def python(code: str) -> str:
     if result.status == "passed":
         return result.output or "(the program printed nothing)"
     # First, since a long result is cut at its end.
-    end = "printed too much, and was ended" if result.status == "output" else "did not end by itself"
+    end = "printed too much, and was ended" if result.status == "output" else "was ended, or failed"
     return f"(the program {end})\n{result.output}"
 
 

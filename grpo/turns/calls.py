@@ -30,7 +30,7 @@ def read_tags(text: str, schemas: Schemas) -> list[Call]:
     parameters = _parameters(schemas)
     names = "|".join(map(re.escape, [CALL_TAG, *parameters]))
     calls = []
-    for name, content in _blocks(text, f"<({names})>", r"</\1>"):
+    for name, content in _blocks(text, f"<({names})>", "</{}>"):
         content = content.strip()
         if name == CALL_TAG:
             calls += _calls_in(_from_json(content))
@@ -62,7 +62,7 @@ def read_xml(text: str, schemas: Schemas) -> list[Call]:
     """
     parameters = _parameters(schemas)
     calls = []
-    for _, block in _blocks(text, f"<({CALL_TAG})>", r"</\1>"):
+    for _, block in _blocks(text, f"<({CALL_TAG})>", "</{}>"):
         for name, body in _blocks(block, r"<function=([^<>\s]+)>", "</function>"):
             properties = parameters.get(name, {})
             arguments = {}
@@ -99,12 +99,25 @@ def _blocks(
 
     Args:
         opening: a pattern of the text before a block. Its group is the name.
-        closing: a pattern of the text after a block, with ``\\1`` for the name.
+        closing: the text after a block, with {} for the name.
     """
-    # The model may open many blocks and close none. Each search would read all of this text.
-    before, mark, rest = text.rpartition("</")
-    text = before + mark + rest[: rest.find(">") + 1]
-    return re.findall(f"{opening}(.*?){closing}", text, re.DOTALL)
+    blocks = []
+    end = 0
+    unclosed = set()
+    for match in re.finditer(opening, text):
+        name = match[1]
+        mark = closing.format(name)
+        # The model may open many blocks and close none. A search that fails reads the rest of the
+        # text, so it is made once for each mark.
+        if match.start() < end or mark in unclosed:
+            continue
+        last = text.find(mark, match.end())
+        if last < 0:
+            unclosed.add(mark)
+            continue
+        blocks.append((name, text[match.end() : last]))
+        end = last + len(mark)
+    return blocks
 
 
 def _parameters(schemas: Schemas) -> dict[str, dict[str, Any]]:

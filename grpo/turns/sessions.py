@@ -6,6 +6,7 @@ many completions there are. If the process is killed, its environments are gone,
 fail until the next reset.
 """
 
+import asyncio
 import contextlib
 import inspect
 import math
@@ -88,11 +89,14 @@ class LoadedEnvironment:
         self._make = make or load_named("environment", spec, {})
         self.slots: dict[int, Any] = {}
         """Row of the rollout -> its environment."""
+        self.made: list[Any] = []
+        """All environments, to be closed, also those whose reset has failed."""
 
     def describe(self) -> Info:
         """Construct an environment to read its facts. This imports transformers."""
         environment = self._make()
-        self.slots[0] = environment  # to be closed
+        self.slots[0] = environment
+        self.made.append(environment)
         steps = _is_stepped(environment)
         tools = {}
         for name, _ in inspect.getmembers(type(environment), inspect.isfunction):
@@ -119,6 +123,7 @@ class LoadedEnvironment:
             # A constructor may draw, too. All draw the same, on any number of ranks.
             set_seed(0)
             environment = self._make()
+            self.made.append(environment)
         set_seed(seed)
         parameters = inspect.signature(environment.reset).parameters
         # A reset that takes **row alone gets no seed, as in TRL.
@@ -170,12 +175,14 @@ class LoadedEnvironment:
 
     async def close(self) -> None:
         """Close every environment that has ``close``."""
-        for environment in self.slots.values():
+        closing = []
+        for environment in self.made:
             # This is the user's code: an error must not keep the others open.
             with contextlib.suppress(Exception, SystemExit):
                 closed = environment.close()
                 if inspect.isawaitable(closed):
-                    await closed
+                    closing.append(closed)
+        await asyncio.gather(*closing, return_exceptions=True)
 
     def _environment(self, slot: int) -> Any:
         if slot not in self.slots:

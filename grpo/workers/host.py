@@ -12,13 +12,14 @@ import pickle
 import sys
 import traceback
 from collections.abc import Awaitable, Callable, Hashable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
 import cloudpickle
 
-from grpo.system import UserError, end_with_parent, first_line
+from grpo.system import UserError, end_with_parent, first_line, survive_lost_readers
 
 MAX_TRACEBACK_LENGTH = 8000
 HOST = "host"
@@ -164,6 +165,8 @@ async def _finish(awaitable: Awaitable[Any], limit_s: float) -> Answer:
             return Answer(value=await awaitable)
     except CAUGHT as error:
         if limit.expired():
+            # A thread of asyncio.to_thread may still hang, so the next calls get new threads.
+            asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor())
             return Answer("timeout", message=f"it did not return within {limit_s:g} s")
         return failure(error)
 
@@ -174,6 +177,8 @@ def serve(descriptor: int, parent: int) -> None:
     ``parent``: process id of the other end, with which this process ends.
     """
     end_with_parent()
+    # What an object prints is no reason to fail.
+    survive_lost_readers()
     if os.getppid() != parent:  # the parent ended before end_with_parent() took effect
         os._exit(1)
     # Programs that an object starts do not get the connection.

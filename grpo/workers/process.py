@@ -52,7 +52,8 @@ class WorkerProcess:
             command += [str(theirs.fileno()), str(os.getpid())]
             # The folder of this package may be on no path but that of an editable installation.
             package_root = str(Path(__file__).parents[2])
-            path = filter(None, sys.path)
+            # The working folder is last: a json.py there replaces no standard module.
+            path = [folder for folder in sys.path if folder not in ("", directory)]
             command += [*path, package_root, directory]
             # A session of its own: a Ctrl-C in the terminal does not reach the worker, and killing
             # its process group also kills the processes that an object has started.

@@ -74,7 +74,7 @@ def test_a_closed_terminal_costs_the_current_step_only(tmp_path, random_model, w
 
 PRINTS = """
 import os, sys
-from grpo.telemetry.terminal import survive_lost_readers
+from grpo.system import survive_lost_readers
 survive_lost_readers()
 with open(sys.argv[1], "w") as file:
     for number in range(3000):

@@ -408,3 +408,49 @@ def test_the_working_folder_is_that_of_the_start_and_last_on_the_path(tmp_path, 
         runner.check()
         monkeypatch.chdir("/")
         assert column(runner.score(["q"] * 2, ["die", "ok"], {})) == [None, 1.0]
+
+
+PRINTS_AND_WAITS = """
+import asyncio, time
+
+def prints(completions, **columns):
+    print("a line")
+    return [1.0] * len(completions)
+
+def work(text):
+    time.sleep(1000 if text == "hang" else 0)
+    return 1.0
+
+async def waits(completions, **columns):
+    return [await asyncio.to_thread(work, text) for text in completions]
+"""
+
+
+@pytest.fixture
+def prints_and_waits(tmp_path):
+    path = tmp_path / "prints_and_waits.py"
+    path.write_text(PRINTS_AND_WAITS)
+    return path
+
+
+def test_output_that_nobody_reads_costs_no_reward(prints_and_waits):
+    reader, writer = os.pipe()
+    os.close(reader)
+    stderr = os.dup(2)
+    os.dup2(writer, 2)
+    try:
+        with RewardRunner([RewardSpec(f"{prints_and_waits}:prints")]) as runner:
+            values = column(runner.score(["q"] * 2, ["a", "b"], {}))
+    finally:
+        os.dup2(stderr, 2)
+        for descriptor in (stderr, writer):
+            os.close(descriptor)
+    assert values == [1.0, 1.0]
+
+
+def test_threads_that_hang_cost_no_later_reward(prints_and_waits, monkeypatch):
+    """asyncio.to_thread has min(32, cores + 4) threads, which hung ones would use up."""
+    with RewardRunner([RewardSpec(f"{prints_and_waits}:waits")], timeout_s=0.05) as runner:
+        for _ in range(14):
+            runner.score(["q"], ["hang"], {})
+        assert column(runner.score(["q"] * 2, ["a", "b"], {})) == [1.0, 1.0]

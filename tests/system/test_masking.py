@@ -15,6 +15,9 @@ SECRETS = {
     "hf_token": "a",
     "OPENAI_API_KEY_2": "b",
     "key": "p-${JUDGE_KEY}",
+    "reward_model_api_key": "c",
+    "data_password": "d",
+    "end_user_auth_token": "e",
 }
 NESTED = {"auth": {"headers": [{"X": "x"}]}, "api_keys": ["k", "l"], "db": {"password": "p-4", "port": 80}}
 PLAIN = {

@@ -7,6 +7,7 @@ import sqlite3
 import pytest
 
 from grpo.config import Config
+from grpo.telemetry.dashboards import table_row
 from grpo.telemetry.reporter import Reporter
 
 RECORD = {
@@ -15,6 +16,11 @@ RECORD = {
     "rewards": {"a": 1.5, "b": float("nan")},
     "tokens": ["4"],
 }
+
+
+def test_rows_of_completions_with_and_without_tokens_of_tools_have_the_same_columns():
+    rows = [table_row(RECORD | {"sampled": sampled}) for sampled in (None, [True, False])]
+    assert rows[0].keys() == rows[1].keys() == {"step", "completion", "rewards/a", "rewards/b"}
 
 
 def event_files(output):

@@ -146,6 +146,9 @@ def test_readers_take_any_text_in_linear_time():
                 reader(text, SCHEMAS)
     many = "".join(f"<function=f{n}><parameter=p{n}>" for n in range(100_000))
     assert forms.read_xml(f"<tool_call>{many}</tool_call>", SCHEMAS) == []
+    # Another tag that closes comes last.
+    for reader in forms.READERS:
+        assert reader("<tool_call>" * 100_000 + "</lookup>", SCHEMAS) == []
 
 
 # As gpt-oss: the last turn ends in another token than earlier ones; a result needs a call before it.
