@@ -99,6 +99,7 @@ def main() -> None:
         "runs": {},
         "evaluations": {},
     }
+    options.output.parent.mkdir(parents=True, exist_ok=True)
     if options.output.exists():
         results = json.loads(options.output.read_text())
     for seed in options.seeds:

@@ -48,29 +48,13 @@ def measure(a) -> dict[str, float]:
         return tuple(torch.randint(2, vocabulary, (n,), generator=rng).tolist())
 
     least = max(a.completion // 4, 1)
-    lengths_PG = torch.randint(
-        least,
-        a.completion + 1,
-        (a.prompts, a.group),
-        generator=rng,
-    )
+    lengths_PG = torch.randint(least, a.completion + 1, (a.prompts, a.group), generator=rng)
     lengths = lengths_PG.tolist()
     groups = []
     for number, row in enumerate(lengths):
         problem = Problem(number, "", ids(a.prompt))
-        groups.append(
-            Group(
-                problem,
-                tuple(
-                    Completion(
-                        ids(n),
-                        "",
-                        True,
-                    )
-                    for n in row
-                ),
-            )
-        )
+        completions = tuple(Completion(ids(n), "", True) for n in row)
+        groups.append(Group(problem, completions))
     advantages_PG = torch.ones(a.prompts, a.group)
     advantages_PG[: a.equal_groups] = 0
     batch = skip_zero_advantage(collate(groups, advantages_PG, pad_id=0, device=device))
@@ -172,7 +156,6 @@ def main() -> None:
             if name == "tokens_per_second":
                 cells.append(shown(ratios(*values)))
         rows.append(cells)
-        print(*cells, flush=True)
     text = markdown(columns, rows)
     print(text)
     write(a.output, about(a, rows=results), text)

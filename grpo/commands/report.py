@@ -28,13 +28,13 @@ def main(argv: list[str]) -> None:
     folder = options.runs[0] if len(options.runs) == 1 else Path()
     output = options.output or folder / "report.html"
 
-    is_watched = options.watch
-    if is_watched:
+    if options.watch:
         print(f"{output} follows the run until Ctrl-C is pressed: open it in a browser", flush=True)
     with contextlib.suppress(KeyboardInterrupt):
-        while is_watched:
+        while options.watch:
             runs = _write(options, output, RELOAD_S)
-            is_watched = not all(run.is_complete for run in runs)
+            if all(run.is_complete for run in runs):
+                break
             time.sleep(RELOAD_S)
     runs = _write(options, output, None)  # this page reloads itself no more
     print(f"{output}: {len(runs)} run(s), {output.stat().st_size / 1e6:.1f} MB; open it in a browser")

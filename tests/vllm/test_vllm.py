@@ -7,6 +7,8 @@ import shutil
 import pytest
 import torch
 from conftest import ROOT, load
+from tokenizers import AddedToken
+from transformers import AutoTokenizer
 from vllm_server import VLLMServer
 
 from grpo.algorithm.batch import Problem, collate
@@ -26,12 +28,16 @@ SEED_KEY = (0, "rollout", 0)
 
 @pytest.fixture(scope="module")
 def model(assets, tmp_path_factory):
-    """The 7M checkpoint, with settings of generation that must have no effect."""
+    """The 7M checkpoint, with settings of generation that must have no effect, and tags that are special tokens."""
     folder = tmp_path_factory.mktemp("model") / "gsm8k-7m"
     shutil.copytree(assets / "models" / "gsm8k-7m", folder, copy_function=shutil.copyfile)
     file = folder / "generation_config.json"
     settings = json.loads(file.read_text()) | {"repetition_penalty": 1.3, "top_k": 2, "temperature": 0.5}
     file.write_text(json.dumps(settings))
+    tokenizer = AutoTokenizer.from_pretrained(folder)  # its model has rows for more tokens
+    tags = [AddedToken(tag, special=True) for tag in ("<answer>", "</answer>")]
+    tokenizer.add_tokens(tags, special_tokens=True)
+    tokenizer.save_pretrained(folder)
     return folder
 
 
