@@ -1,4 +1,4 @@
-"""What the commands that sample from models load: tools, rewards, the tokenizer, the engine."""
+"""Tools, rewards, tokenizer and engine of the commands that sample from models."""
 
 import tempfile
 from contextlib import ExitStack

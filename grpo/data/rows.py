@@ -13,10 +13,9 @@ from typing import Any
 
 from grpo.algorithm.seeding import derive_seed
 from grpo.config import DataConfig
+from grpo.config.config import ENVIRONMENT_ROWS
 from grpo.data.tasks import task_of
 
-ENVIRONMENT_ROWS = "environment:prompts"
-"""In place of a dataset's name in the configuration: the prompts are those of an environment, and rows are seeds."""
 NUM_PROMPTS = {"train": 4096, "eval": 128}
 """Of an environment, unless ``max_train_samples`` or ``max_eval_samples`` are set."""
 PYTHON_ROWS = "python:rows"

@@ -85,7 +85,7 @@ function buildEnvironment(section) {
   const content = section.querySelector(".content");
   const columns = RUNS.flatMap((run, index) => run.starts.map((start, number) => [index, number, start]));
   if (!columns.length) {
-    content.append(el("p", { class: "note" }, "No run.json was found, which records where the run was started."));
+    content.append(el("p", { class: "note" }, "No starts.jsonl was found, which records where the run was started."));
     return;
   }
   const keys = [...new Set(columns.flatMap(([, , start]) => Object.keys(start)))];
