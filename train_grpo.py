@@ -43,7 +43,7 @@ from grpo.run.prepare import prepare
 from grpo.run.records import Learner, Run, Step
 from grpo.run.rollouts import replace_equal_groups, sample_and_score
 from grpo.run.steps import remaining_steps
-from grpo.system import survive_lost_readers
+from grpo.system import ignore_broken_pipes
 from grpo.telemetry.terminal import exit_with_user_error
 
 DEMO = Path(__file__).parent / "configs" / "tiny_arithmetic.yaml"
@@ -64,7 +64,7 @@ def train(run: Run) -> None:
         # A group is on one rank. Rewards are gathered for scale="batch", GDPO and the metrics.
         all_values_PGF = world.gather_rows(rollout.values_PGF)
         all_rewards_PG = weighted_sum(all_values_PGF, run.tasks.rewards.weights)
-        advantages_PG = world.own_rows(compute_advantages(run, all_values_PGF, all_rewards_PG))
+        advantages_PG = world.local_rows(compute_advantages(run, all_values_PGF, all_rewards_PG))
         batch = collate(
             rollout.groups,
             advantages_PG,
@@ -183,7 +183,7 @@ def update(learner: Learner, step: Step, minibatch: Batch, *, is_first_iteration
 
 def main(argv: list[str]) -> int:
     world = run = None
-    survive_lost_readers()
+    ignore_broken_pipes()
     try:
         config = load_config(argv, default_file=DEMO)
         world = start_world(config.runtime)

@@ -1,4 +1,5 @@
-"""Shared by the benchmarks: runs of the trainer, ratios, files of results. Puts the checkout on the path."""
+"""Shared by the benchmarks: runs of the trainer, ratios, files of results. Puts the checkout on the
+path."""
 
 import argparse
 import json
@@ -22,7 +23,9 @@ sys.path.insert(0, str(ROOT))
 
 def parser(description: str, **defaults) -> argparse.ArgumentParser:
     """Options by their defaults, whose types they have. None: text, nothing by default."""
-    p = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     for name, default in defaults.items():
         option = f"--{name.replace('_', '-')}"
         if default is False:
@@ -112,7 +115,8 @@ def markdown(columns: list[str], rows: list[list]) -> str:
 
 
 def write(path: str | None, results: dict, table: str = "") -> None:
-    """``path.json``, and ``path.md``: the table below what ``results`` says about machine and arguments."""
+    """``path.json``, and ``path.md``: the table below what ``results`` says about machine and
+    arguments."""
     if path is None:
         return
     Path(f"{path}.json").write_text(json.dumps(results, indent=1) + "\n")

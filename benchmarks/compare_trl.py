@@ -1,19 +1,21 @@
-"""Time and memory of a step, beside TRL's GRPOTrainer: same model, prompts, groups, lengths, threads and precision.
+"""Time and memory of a step, beside TRL's GRPOTrainer: same model, prompts, groups, lengths,
+threads and precision.
 
     python benchmarks/compare_trl.py --model DIR --data train.jsonl --trl-python TRLVENV/bin/python
 
-TRL runs with micro-batches of 8 rows and gradient checkpointing (its defaults), and of 8, 16 and 32 rows without. An
-optimizer step has 32 rows each time, which TRL samples together. A ratio is to the best of these, which may be another
-one for time than for memory. ``--trl`` names other settings: rows of a micro-batch, with ``+checkpointing``,
-``+bf16-weights`` or ``+continuous-batching``. ``--settings`` are ``precision:beta:threads``; the first step of
-``--steps`` is not counted. TRL's completions are not logged, its attention is SDPA, and in bf16 all
-sides keep fp32 master weights under autocast, except with ``+bf16-weights``.
+TRL runs with micro-batches of 8 rows and gradient checkpointing (its defaults), and of 8, 16 and 32
+rows without. An optimizer step has 32 rows each time, which TRL samples together. A ratio is to the
+best of these, which may be another one for time than for memory. ``--trl`` names other settings:
+rows of a micro-batch, with ``+checkpointing``, ``+bf16-weights`` or ``+continuous-batching``.
+``--settings`` are ``precision:beta:threads``; the first step of ``--steps`` is not counted. TRL's
+completions are not logged, its attention is SDPA, and in bf16 all sides keep fp32 master weights
+under autocast, except with ``+bf16-weights``.
 
-Each side is a process of its own, and the processes take turns step by step, so a machine that gets slower affects
-all. Each runs ``--steps`` steps on the same ``4 * steps`` problems in its own order; the first step is warm-up. The
-sides sample different completions of the same distribution (the learning rate is 1e-6), so times are seconds per
-1,000 completion tokens. What the trainers print goes to stderr.
-"""
+Each side is a process of its own, and the processes take turns step by step, so a machine that gets
+slower affects all. Each runs ``--steps`` steps on the same ``4 * steps`` problems in its own order;
+the first step is warm-up. The sides sample different completions of the same distribution (the
+learning rate is 1e-6), so times are seconds per 1,000 completion tokens. What the trainers print
+goes to stderr."""
 
 import json
 import os

@@ -79,7 +79,7 @@ def graphs(precision: str, bench: Bench) -> dict:
     # Rows end at many lengths.
     policy.eos_ids = tuple(range(2, policy.model.config.vocab_size, 25))
     # A step is captured anew for more own tokens, too.
-    cuda_graphs.OWN_BUCKET = 16
+    cuda_graphs.COMPLETION_BUCKET = 16
     problems = bench.problems(3, 20, 70, 200)
     said = []
     engine = BuiltinEngine(policy, cuda_graphs=True, warn=said.append)

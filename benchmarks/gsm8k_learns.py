@@ -1,13 +1,14 @@
-"""GSM8K with a small checkpoint: rewards by step, and the test problems before and after, for several seeds.
+"""GSM8K with a small checkpoint: rewards by step, and the test problems before and after, for
+several seeds.
 
-    python benchmarks/gsm8k_learns.py --model FOLDER --train train.jsonl --test test.jsonl           3 seeds x 30 steps
-    python benchmarks/gsm8k_learns.py --table-only                           table of the stored results
+    python benchmarks/gsm8k_learns.py --model FOLDER --train train.jsonl --test test.jsonl
+    3 seeds x 30 steps python benchmarks/gsm8k_learns.py --table-only
+    table of the stored results
 
-The configuration is configs/gsm8k_cpu.yaml. `python -m grpo.evaluation` evaluates on the first test problems: greedily,
-and with 4 samples each at temperature 1. All models answer the same problems with the same random numbers. Each result
-is written to benchmarks/results/gsm8k_learns.json at once (a stored run is not
-repeated), and from there to .md.
-"""
+The configuration is configs/gsm8k_cpu.yaml. `python -m grpo.evaluation` evaluates on the first test
+problems: greedily, and with 4 samples each at temperature 1. All models answer the same problems
+with the same random numbers. Each result is written to benchmarks/results/gsm8k_learns.json at once
+(a stored run is not repeated), and from there to .md."""
 
 import argparse
 import json
@@ -18,8 +19,18 @@ from pathlib import Path
 from common import RESULTS, ROOT, markdown, parser, run
 from common import train as run_trainer
 
-CONFIG = ["--config", str(ROOT / "configs/gsm8k_cpu.yaml"), "runtime.device=cpu", "runtime.threads_per_rank=1"]
-CURVES = ("rewards/format/mean", "rewards/accuracy/mean", "completions/mean_length", "completions/clipped_ratio")
+CONFIG = [
+    "--config",
+    str(ROOT / "configs/gsm8k_cpu.yaml"),
+    "runtime.device=cpu",
+    "runtime.threads_per_rank=1",
+]
+CURVES = (
+    "rewards/format/mean",
+    "rewards/accuracy/mean",
+    "completions/mean_length",
+    "completions/clipped_ratio",
+)
 BEFORE = "before"
 
 
@@ -69,7 +80,9 @@ def table(evaluations: dict[str, dict]) -> str:
         factor = 1 if metric.endswith("length") else 100
         cells = []
         for column in columns:
-            value, low, high = (factor * evaluations[column][metric][x] for x in ("value", "low", "high"))
+            value, low, high = (
+                factor * evaluations[column][metric][x] for x in ("value", "low", "high")
+            )
             cells.append(f"{value:.1f} ({low:.1f} to {high:.1f})")
         rows.append([metric.removeprefix("eval/").replace("_", " "), *cells])
     return markdown(["", *columns], rows)

@@ -1,20 +1,22 @@
-"""Held-out accuracy by number of sampled completions, beside TRL 1.16.0: same initial model, same problems.
+"""Held-out accuracy by number of sampled completions, beside TRL 1.16.0: same initial model, same
+problems.
 
-    python benchmarks/learning_vs_trl.py --trl-python .venv-trl/bin/python           3 seeds each, then the table
-    python benchmarks/learning_vs_trl.py --table-only                                of the stored results
-    python benchmarks/learning_vs_trl.py --trl-python .venv-trl/bin/python --config X.yaml [section.key=value ...]
+    python benchmarks/learning_vs_trl.py --trl-python .venv-trl/bin/python           3 seeds each,
+    then the table python benchmarks/learning_vs_trl.py --table-only
+    of the stored results python benchmarks/learning_vs_trl.py --trl-python .venv-trl/bin/python
+    --config X.yaml [section.key=value ...]
 
-Settings of both: builtin:tiny, builtin:arithmetic in the order of our schedule, 8 problems x 8 completions a step, 64
-tokens, temperature 1, rewards accuracy + 0.5 format, clip 0.2, beta 0, rewards scaled by the group's std, loss averaged
-over responses, AdamW 2e-4 falling linearly to 0, gradient norm 1, fp32, one CPU thread. Settings that differ from TRL's
-defaults (in brackets): loss_type grpo (dapo), bf16 False (True where supported), gradient_checkpointing False (True),
-steps_per_generation 1, shuffle_dataset False, adamw_torch (fused). The same code evaluates both on the same held-out
-problems: 4 samples each at temperature 1, and greedily.
+Settings of both: builtin:tiny, builtin:arithmetic in the order of our schedule, 8 problems x 8
+completions a step, 64 tokens, temperature 1, rewards accuracy + 0.5 format, clip 0.2, beta 0,
+rewards scaled by the group's std, loss averaged over responses, AdamW 2e-4 falling linearly to 0,
+gradient norm 1, fp32, one CPU thread. Settings that differ from TRL's defaults (in brackets):
+loss_type grpo (dapo), bf16 False (True where supported), gradient_checkpointing False (True),
+steps_per_generation 1, shuffle_dataset False, adamw_torch (fused). The same code evaluates both on
+the same held-out problems: 4 samples each at temperature 1, and greedily.
 
-With --config all of these come from that file, also device and precision; the table then has the mean of each reward
-before and after, too, and results go to the folder of --runs. A setting that TRL lacks (several updates per rollout, a
-stop string, ...) stops the script with its name.
-"""
+With --config all of these come from that file, also device and precision; the table then has the
+mean of each reward before and after, too, and results go to the folder of --runs. A setting that
+TRL lacks (several updates per rollout, a stop string, ...) stops the script with its name."""
 
 import argparse
 import json
@@ -42,7 +44,8 @@ DEFAULT = [
 
 
 def sampled_metric(config: Config) -> str:
-    """The evaluation metric of the table: the mean over samples, or the greedy one without samples."""
+    """The evaluation metric of the table: the mean over samples, or the greedy one without
+    samples."""
     return f"eval/mean@{config.eval.num_sampled}" if config.eval.num_sampled else GREEDY
 
 
@@ -82,7 +85,8 @@ SIDES = {"ours": ("this trainer", run_ours), "trl": ("TRL 1.16.0", run_trl)}
 
 
 def table(runs: list[dict], config: Config, *, with_rewards: bool) -> str:
-    """Markdown: accuracy of sampled completions by completions sampled so far, mean and range over seeds.
+    """Markdown: accuracy of sampled completions by completions sampled so far, mean and range over
+    seeds.
 
     ``with_rewards`` adds the mean of each reward before and after.
     """
@@ -102,7 +106,9 @@ def table(runs: list[dict], config: Config, *, with_rewards: bool) -> str:
                 points = {point["step"]: point for point in entry["points"]}
                 if entry["side"] == side and step in points:
                     found.append(factor * points[step][metric])
-            spread = f" ({min(found):.{digits}f} to {max(found):.{digits}f})" if len(found) > 1 else ""
+            spread = (
+                f" ({min(found):.{digits}f} to {max(found):.{digits}f})" if len(found) > 1 else ""
+            )
             cells.append(f"{statistics.mean(found):.{digits}f}{spread}" if found else "-")
         rows.append([label, *cells])
 

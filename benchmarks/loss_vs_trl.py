@@ -1,15 +1,16 @@
-"""The loss and the advantages of TRL's GRPOTrainer and ours on the same numbers: the largest differences.
+"""The loss and the advantages of TRL's GRPOTrainer and ours on the same numbers: the largest
+differences.
 
     python benchmarks/loss_vs_trl.py --model DIR --trl-python TRLVENV/bin/python
 
 It runs in TRL's own Python and writes benchmarks/results/loss_vs_trl.md.
 
-The trainer is a real one, with a model from DIR that samples once. Then it gets log-probs, old, reference and sampler's
-log-probs, entropies and advantages made of random numbers in float64, in place of its model's, and its
-``_compute_loss`` computes loss and gradient of one micro-batch. TRL computes the weights of the sampler correction
-while it samples with vLLM, which is not used here: they come from its documented formula, and the loss that they weigh
-is TRL's. For GDPO the trainer gets made-up values of two rewards, some of them missing, and computes the advantages.
-"""
+The trainer is a real one, with a model from DIR that samples once. Then it gets log-probs, old,
+reference and sampler's log-probs, entropies and advantages made of random numbers in float64, in
+place of its model's, and its ``_compute_loss`` computes loss and gradient of one micro-batch. TRL
+computes the weights of the sampler correction while it samples with vLLM, which is not used here:
+they come from its documented formula, and the loss that they weigh is TRL's. For GDPO the trainer
+gets made-up values of two rewards, some of them missing, and computes the advantages."""
 
 import math
 import os
@@ -113,7 +114,9 @@ def trl_loss(trainer, x: dict, settings: dict) -> tuple[torch.Tensor, torch.Tens
             log_ratio = log_ratio.sum(dim=-1, keepdim=True)
         ratio = log_ratio.exp()
         is_cut = mode.endswith("truncate")
-        inputs["importance_sampling_ratio"] = ratio.clamp(max=1.5) if is_cut else ratio * (ratio <= 1.5)
+        inputs["importance_sampling_ratio"] = (
+            ratio.clamp(max=1.5) if is_cut else ratio * (ratio <= 1.5)
+        )
     loss = trainer._compute_loss(trainer.model, inputs)
     (gradient_BT,) = torch.autograd.grad(loss, new_BT)
     return loss.detach(), gradient_BT
@@ -149,7 +152,8 @@ def our_loss(x: dict, settings: dict) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def gdpo_difference(trainer, rows: list[dict]) -> float:
-    """Largest difference of TRL's advantages of ``normalize_then_sum`` from ours, with two made-up rewards."""
+    """Largest difference of TRL's advantages of ``normalize_then_sum`` from ours, with two made-up
+    rewards."""
     generator = torch.Generator().manual_seed(0)
     values_BF = torch.randint(0, 3, (len(rows), 2), generator=generator)
     values_BF = values_BF * torch.tensor([1.0, 30.0])
@@ -204,7 +208,10 @@ def compare(model: str, seeds: int) -> str:
                     theirs |= of_trl
                     ours |= of_ours
                 # TRL's sapo and cispo are averaged in one way.
-                if theirs["loss_type"] != loss_type and aggregation != AVERAGES[theirs["loss_type"]]:
+                if (
+                    theirs["loss_type"] != loss_type
+                    and aggregation != AVERAGES[theirs["loss_type"]]
+                ):
                     continue
                 most = torch.zeros(2)
                 for seed in range(seeds):

@@ -1,11 +1,12 @@
-"""Resident memory of the trainer by step, in bf16 and fp32, with one rank and with two: does it grow?
+"""Resident memory of the trainer by step, in bf16 and fp32, with one rank and with two: does it
+grow?
 
-    python benchmarks/memory.py --model DIR --data train.jsonl
-    python benchmarks/memory.py --model DIR --data train.jsonl --settings "bf16:1" --steps 30 optim.max_grad_norm=0.5
+    python benchmarks/memory.py --model DIR --data train.jsonl python benchmarks/memory.py --model
+    DIR --data train.jsonl --settings "bf16:1" --steps 30 optim.max_grad_norm=0.5
 
-A run of configs/gsm8k_cpu.yaml with 4 problems of about 242 prompt tokens x 8 completions and beta 0.04; ``key=value``
-changes it. RSS is read at the end of every update, on the rank that has most. Two threads in all.
-"""
+A run of configs/gsm8k_cpu.yaml with 4 problems of about 242 prompt tokens x 8 completions and beta
+0.04; ``key=value`` changes it. RSS is read at the end of every update, on the rank that has most.
+Two threads in all."""
 
 import json
 import os
@@ -22,7 +23,8 @@ FILES = "GRPO_MEMORY_FOLDER"
 
 
 def worker() -> None:
-    """One rank of the trainer, which writes its RSS in MiB after every update to a file of its rank."""
+    """One rank of the trainer, which writes its RSS in MiB after every update to a file of its
+    rank."""
     import train_grpo
 
     path = Path(os.environ[FILES]) / os.environ.get("RANK", "0")
@@ -78,14 +80,25 @@ def measure(a, precision: str, ranks: int) -> dict:
 
 def table(results: list[dict]) -> str:
     """RSS of step 5 (of the last one in a shorter run) and of the last one."""
-    columns = ["precision", "ranks", "steps", "RSS at step 1, MiB", "step 5", "last", "last / step 5", "peak"]
+    columns = [
+        "precision",
+        "ranks",
+        "steps",
+        "RSS at step 1, MiB",
+        "step 5",
+        "last",
+        "last / step 5",
+        "peak",
+    ]
     rows = []
     for one in results:
         rss = one["rss_mib"]
         early = rss[:5][-1]
         figures = [f"{x:.0f}" for x in (rss[0], early, rss[-1])]
         growth = f"{rss[-1] / early:.3f}"
-        rows.append([one["precision"], one["ranks"], len(rss), *figures, growth, f"{one['peak_mib']:.0f}"])
+        rows.append(
+            [one["precision"], one["ranks"], len(rss), *figures, growth, f"{one['peak_mib']:.0f}"]
+        )
     return markdown(columns, rows)
 
 

@@ -1,10 +1,11 @@
-"""The memory that a GPU needs before activations and KV cache, in GB (10^9 bytes): the table of docs/multi_gpu.md.
+"""The memory that a GPU needs before activations and KV cache, in GB (10^9 bytes): the table of
+docs/multi_gpu.md.
 
     python benchmarks/memory_per_gpu.py
 
-Qwen2.5 with a reference under bf16. Weight, gradient and Adam's two averages are fp32: 16 bytes a parameter. The second
-table is that of docs/one_gpu.md: an update and a rollout of configs/gsm8k_qwen2.5_0.5b.yaml, which has no reference.
-"""
+Qwen2.5 with a reference under bf16. Weight, gradient and Adam's two averages are fp32: 16 bytes a
+parameter. The second table is that of docs/one_gpu.md: an update and a rollout of
+configs/gsm8k_qwen2.5_0.5b.yaml, which has no reference."""
 
 from common import markdown
 
@@ -20,8 +21,9 @@ QWEN = {  # layers, hidden size, width of keys, MLP, vocabulary, whether the hea
 }
 
 SAVED = {"0.5B": (77120, 70176, 3584), "1.5B": (137672, 125608, 6144)}
-"""Bytes that a layer saves for the backward pass per token, counted by ``torch.autograd.graph.saved_tensors_hooks`` in
-packed scoring under bf16 autocast: all weights trained, LoRA, and with ``model.gradient_checkpointing``."""
+"""Bytes that a layer saves for the backward pass per token, counted by
+``torch.autograd.graph.saved_tensors_hooks`` in packed scoring under bf16 autocast: all weights
+trained, LoRA, and with ``model.gradient_checkpointing``."""
 
 
 def gigabytes(
@@ -45,9 +47,13 @@ def gigabytes(
     embedding = vocab * hidden
     root = embedding * (1 if is_tied else 2) + hidden  # parameters in no layer
     total = layers * layer + root
-    in_bf16 = layers * linear + (0 if is_tied else embedding)  # of the reference; the rest stays in fp32
+    in_bf16 = layers * linear + (
+        0 if is_tied else embedding
+    )  # of the reference; the rest stays in fp32
     reference = 2 * in_bf16 + 4 * (total - in_bf16)
-    copies = 2 * (layers * linear + embedding)  # in bf16: those of rollouts, and those of autocast in a pass
+    copies = 2 * (
+        layers * linear + embedding
+    )  # in bf16: those of rollouts, and those of autocast in a pass
     sharded = (16 * total + reference) / SHARDS + copies
     rollout = 4 * (embedding + hidden + 2 * hidden * layers)  # gathered embedding and norms
     passes = 4 * (root + 2 * layer)  # gathered: the root, the layer that computes and the next one
@@ -68,7 +74,8 @@ def one_gpu(
     lora: bool,
     checkpointing: bool,
 ) -> list[float]:
-    """GB of weights, gradients, Adam, bf16 weights, activations, head; of KV cache and drawing in the evaluation."""
+    """GB of weights, gradients, Adam, bf16 weights, activations, head; of KV cache and drawing in
+    the evaluation."""
     layers, hidden, kv, _, vocab, _ = QWEN[name]
     total, *_, with_lora = (round(figure * 1e9) for figure in gigabytes(*QWEN[name]))
     linear = total - vocab * hidden - hidden * (2 * layers + 1)
@@ -114,7 +121,16 @@ if __name__ == "__main__":
         rows.append([name, f"{parameters:.2f}B", *(f"{figure:.0f}" for figure in figures)])
     print(markdown(columns, rows))
 
-    columns = ["Qwen2.5", "trained", "tokens at once", "weights", "gradients", "Adam", "bf16 weights", "activations"]
+    columns = [
+        "Qwen2.5",
+        "trained",
+        "tokens at once",
+        "weights",
+        "gradients",
+        "Adam",
+        "bf16 weights",
+        "activations",
+    ]
     columns += ["head", "**update**", "KV cache", "drawing", "**evaluation**"]
     rows = []
     for name in SAVED:
@@ -126,5 +142,7 @@ if __name__ == "__main__":
                     lora=trained == "LoRA",
                     checkpointing="checkpointing" in trained,
                 )
-                rows.append([name, trained, f"{tokens:,}", *(f"{figure:.1f}" for figure in figures)])
+                rows.append(
+                    [name, trained, f"{tokens:,}", *(f"{figure:.1f}" for figure in figures)]
+                )
     print(markdown(columns, rows), end="")

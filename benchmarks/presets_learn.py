@@ -1,14 +1,15 @@
-"""Learning of every preset of docs/algorithm.md on arithmetic: same initial model, same steps, several seeds.
+"""Learning of every preset of docs/algorithm.md on arithmetic: same initial model, same steps,
+several seeds.
 
     python benchmarks/presets_learn.py                        12 presets x 3 seeds x 100 steps
     python benchmarks/presets_learn.py --config configs/tiny_countdown.yaml \
         --output benchmarks/results/presets_learn_countdown.json
 
-Each preset runs with its own values (`algorithm={name: ...}`). Everything else comes from configs/tiny_arithmetic.yaml:
-8 problems x 8 completions, learning rate 2e-4 falling linearly to 0. All runs start from the same cached model; a seed
-decides the order of the problems and the samples. Each result is written to benchmarks/results/presets_learn.json at
-once (a stored run is not repeated), and from there to presets_learn.md.
-"""
+Each preset runs with its own values (`algorithm={name: ...}`). Everything else comes from
+configs/tiny_arithmetic.yaml: 8 problems x 8 completions, learning rate 2e-4 falling linearly to 0.
+All runs start from the same cached model; a seed decides the order of the problems and the samples.
+Each result is written to benchmarks/results/presets_learn.json at once (a stored run is not
+repeated), and from there to presets_learn.md. """
 
 import shutil
 import statistics
@@ -49,7 +50,9 @@ def table(runs: list[dict]) -> str:
     rows = []
 
     def add(label: str, evaluations: list[dict], *, with_range: bool = True) -> None:
-        greedy, samples, formats = ([100 * found[name] for found in evaluations] for name in MEASURED)
+        greedy, samples, formats = (
+            [100 * found[name] for found in evaluations] for name in MEASURED
+        )
         deviation = f"{statistics.stdev(samples):.1f}" if len(samples) > 1 else "-"
         spread = f"{min(samples):.1f} to {max(samples):.1f}" if with_range else ""
         means = [f"{statistics.mean(values):.1f}" for values in (samples, greedy, formats)]

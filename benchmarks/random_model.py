@@ -1,9 +1,8 @@
 """Random weights whose distributions are as sharp as a trained model's.
 
-A model with random weights is nearly uniform over its vocabulary: a mean log-prob of -11.9 at 151,936 tokens, where
-trained models are sampled at -0.3 to -1. Rounding then decides nearly every token, and a cumulative distribution
-has no large steps.
-"""
+A model with random weights is nearly uniform over its vocabulary: a mean log-prob of -11.9 at
+151,936 tokens, where trained models are sampled at -0.3 to -1. Rounding then decides nearly every
+token, and a cumulative distribution has no large steps."""
 
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
@@ -37,7 +36,8 @@ SIZES = {
 
 @torch.no_grad()
 def sharpen(model) -> None:
-    """Scale the logits of a Llama-shaped model, by its last norm, so that sampled tokens have ``MEAN_LOGPROB``.
+    """Scale the logits of a Llama-shaped model, by its last norm, so that sampled tokens have
+    ``MEAN_LOGPROB``.
 
     Measured over the tokens of a few random prompts.
     """
@@ -63,7 +63,8 @@ def sharpen(model) -> None:
 
 @torch.no_grad()
 def save_random_model(folder, *, query_scale: float, vocab_size: int, **sizes) -> None:
-    """Save a Qwen2 of these sizes with its weights for queries scaled, and a tokenizer that the trainer can use.
+    """Save a Qwen2 of these sizes with its weights for queries scaled, and a tokenizer that the
+    trainer can use.
 
     The text of nearly every token is a number: `` 1234``.
     """

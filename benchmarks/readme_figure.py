@@ -3,11 +3,11 @@
     ./launch.sh
     python benchmarks/readme_figure.py --run runs/tiny_arithmetic
 
-Left: the reward and the accuracy of the sampled completions at each step, from ``metrics.jsonl`` of the run. Right:
-seconds per 1,000 completion tokens, medians from ``benchmarks/results/compare_trl.json``. Writes
-``docs/figures/demo_and_speed_light.svg`` and ``..._dark.svg``: the README shows the one that fits the reader's colour
-scheme. Needs matplotlib (``pip install -e ".[plots]"``).
-"""
+Left: the reward and the accuracy of the sampled completions at each step, from ``metrics.jsonl`` of
+the run. Right: seconds per 1,000 completion tokens, medians from
+``benchmarks/results/compare_trl.json``. Writes ``docs/figures/demo_and_speed_light.svg`` and
+``..._dark.svg``: the README shows the one that fits the reader's colour scheme. Needs matplotlib
+(``pip install -e ".[plots]"``)."""
 
 import json
 from pathlib import Path
@@ -68,7 +68,13 @@ def draw_speed(axes, results: list[dict], text: str) -> None:
         sampling = entry["summary"]["sampling"]
         # TRL's bar is of the setting that is fastest in the whole step.
         bars = (
-            ("this trainer", OURS, sampling["ours"], step["ours"], f"  ({step['ratio']:.2f} times as fast)"),
+            (
+                "this trainer",
+                OURS,
+                sampling["ours"],
+                step["ours"],
+                f"  ({step['ratio']:.2f} times as fast)",
+            ),
             (
                 "TRL 1.16.0",
                 TRL,
@@ -85,7 +91,10 @@ def draw_speed(axes, results: list[dict], text: str) -> None:
             axes.text(whole + 0.08, y, f"{whole:.2f} s{note}", va="center", color=text)
     axes.set_yticks(list(labels), labels.values())
     axes.invert_yaxis()
-    axes.set(xlabel="seconds per 1,000 completion tokens (solid: sampling, pale: the rest)", xlim=(0, 7.5))
+    axes.set(
+        xlabel="seconds per 1,000 completion tokens (solid: sampling, pale: the rest)",
+        xlim=(0, 7.5),
+    )
     axes.set_title("A step beside TRL, two CPU cores, model of 7M parameters", loc="left")
 
 

@@ -1,15 +1,17 @@
-"""Sampling: tokens a second of this trainer's rollouts beside ``model.generate``, same weights, prompts and lengths.
+"""Sampling: tokens a second of this trainer's rollouts beside ``model.generate``, same weights,
+prompts and lengths.
 
-    python benchmarks/rollout.py --model DIR                                       a checkpoint, on what there is
-    python benchmarks/rollout.py --model DIR --server http://127.0.0.1:8000        beside a vLLM server, as in training
-    python benchmarks/rollout.py --shape qwen2.5-0.5b --rows 64 --prompt 256       random weights of a known shape
+    python benchmarks/rollout.py --model DIR                                       a checkpoint, on
+    what there is python benchmarks/rollout.py --model DIR --server http://127.0.0.1:8000
+    beside a vLLM server, as in training python benchmarks/rollout.py --shape qwen2.5-0.5b --rows 64
+    --prompt 256       random weights of a known shape
 
-Lengths are forced: row r may end only at a length drawn from a log-normal distribution, through a logits processor in
-``generate`` and the same rule in ours, so that both sample the same number of tokens. Each is run ``--repeats`` times
-in turn; medians.
+Lengths are forced: row r may end only at a length drawn from a log-normal distribution, through a
+logits processor in ``generate`` and the same rule in ours, so that both sample the same number of
+tokens. Each is run ``--repeats`` times in turn; medians.
 
-A vLLM server gets the weights before each run (timed apart), and returns log-probs, which ours computes.
-"""
+A vLLM server gets the weights before each run (timed apart), and returns log-probs, which ours
+computes."""
 
 import statistics
 import time
@@ -63,7 +65,9 @@ def load(a, device) -> Policy:
     else:
         config = Qwen2Config(max_position_embeddings=32768, **SIZES[a.shape])
         with torch.device(device):
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=torch.float32, attn_implementation="sdpa"
+            )
         sharpen(model)
     return Policy(
         model.to(device).eval(),
@@ -76,7 +80,8 @@ def load(a, device) -> Policy:
 
 
 class ForcedLengths(BuiltinEngine):
-    """Completion r has a given length: its last uniform number is 2 or more, which ``forced_draw`` turns into EOS."""
+    """Completion r has a given length: its last uniform number is 2 or more, which ``forced_draw``
+    turns into EOS."""
 
     lengths_UG: torch.Tensor
 
@@ -91,12 +96,15 @@ class ForcedLengths(BuiltinEngine):
             groups = super().generate(problems, *args, **options)
         for problem, group in zip(problems, groups, strict=True):
             lengths = [len(row.ids) for row in group.completions]
-            assert lengths == self.lengths_UG[problem.index].tolist(), "a completion has another length"
+            assert lengths == self.lengths_UG[problem.index].tolist(), (
+                "a completion has another length"
+            )
         return groups
 
 
 def forced_draw(logits_RV, u_R, sampling):
-    """Draw a token that ends the completion where the uniform number is 2 or more, and only there."""
+    """Draw a token that ends the completion where the uniform number is 2 or more, and only
+    there."""
     is_last_R = u_R >= 2
     return draw_tokens(ends_at(logits_RV, is_last_R), u_R - 2 * is_last_R, sampling)
 
@@ -134,7 +142,9 @@ def theirs(engine, prompts_UL, lengths_UG, T) -> int:
             top_p=1.0,
             eos_token_id=EOS,
             pad_token_id=0,
-            logits_processor=LogitsProcessorList([EndsAt(lengths_UG.flatten(), prompts_RL.shape[1])]),
+            logits_processor=LogitsProcessorList(
+                [EndsAt(lengths_UG.flatten(), prompts_RL.shape[1])]
+            ),
         )
     assert out.shape[1] <= prompts_RL.shape[1] + T
     return int(lengths_UG.sum())

@@ -1,12 +1,13 @@
-"""Weak scaling over gloo ranks of one thread: the same number of problems per rank, 1 and 2 ranks (or more), in turn.
+"""Weak scaling over gloo ranks of one thread: the same number of problems per rank, 1 and 2 ranks
+(or more), in turn.
 
     python benchmarks/scaling.py --model DIR --data train.jsonl
 
-Efficiency is the time of a step on one rank divided by that on several ranks, each with ``--prompts`` problems,
-summed over all steps after the first. Ranks wait for the rank with the longest completions, so the figure also depends
-on the sampled lengths. The cores of one machine share memory bandwidth and clock, so the script also compares with
-independent runs of one rank at the same time.
-"""
+Efficiency is the time of a step on one rank divided by that on several ranks, each with
+``--prompts`` problems, summed over all steps after the first. Ranks wait for the rank with the
+longest completions, so the figure also depends on the sampled lengths. The cores of one machine
+share memory bandwidth and clock, so the script also compares with independent runs of one rank at
+the same time."""
 
 import os
 import statistics
@@ -66,7 +67,9 @@ def main() -> None:
             seconds[name].append(sides[name]())
             print(f"{name}: {seconds[name][-1]:.2f} s", flush=True)
     several = seconds["several"]
-    print(f"{a.ranks} ranks of one thread, {a.prompts} problems each, efficiency of the whole step beside")
+    print(
+        f"{a.ranks} ranks of one thread, {a.prompts} problems each, efficiency of the whole step beside"
+    )
     for name in ("one rank alone", "independent runs"):
         print(f"{name}: {shown(ratios(seconds[name], several))}")
     write(a.output, about(a, seconds=seconds))

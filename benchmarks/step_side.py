@@ -1,8 +1,9 @@
-"""One side of compare_trl.py in a process of its own: this trainer, or TRL's. Each step waits for its turn.
+"""One side of compare_trl.py in a process of its own: this trainer, or TRL's. Each step waits for
+its turn.
 
-The one argument is a JSON object. Output lines: ``ready`` before every step, which starts when a line is read; at last
-a JSON object with completion tokens, seconds of the step and of sampling for every step, and the peak RSS.
-"""
+The one argument is a JSON object. Output lines: ``ready`` before every step, which starts when a
+line is read; at last a JSON object with completion tokens, seconds of the step and of sampling for
+every step, and the peak RSS."""
 
 import json
 import os
@@ -69,7 +70,10 @@ def ours(a, wait_for_turn) -> dict:
             ]
         )
         assert code == 0
-        lines = [json.loads(line) for line in (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()]
+        lines = [
+            json.loads(line)
+            for line in (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()
+        ]
     steps = [line for line in lines if line["step"]]
     return {
         "tokens": [line["completions/mean_length"] * P * G for line in steps],
@@ -91,7 +95,9 @@ def trl(a, wait_for_turn) -> dict:
 
     def has_format(completions, completion_ids, **columns):
         record["tokens"].append(sum(len(ids) for ids in completion_ids))
-        return [float("</think>\n<answer>" in completion[0]["content"]) for completion in completions]
+        return [
+            float("</think>\n<answer>" in completion[0]["content"]) for completion in completions
+        ]
 
     class Clock(TrainerCallback):
         def on_step_begin(self, *args, **kwargs):

@@ -1,11 +1,11 @@
-"""One run by TRL on the problems of one of our configurations; started by learning_vs_trl.py with TRL's own Python.
+"""One run by TRL on the problems of one of our configurations; started by learning_vs_trl.py with
+TRL's own Python.
 
     python benchmarks/trl_side.py OUTPUT.json EVERY --config X.yaml key=value ...
 
-TRL gets the values of our configuration one by one, and its other defaults are set to what this trainer does. Our code
-evaluates TRL's model on the held-out problems every EVERY steps. A setting that TRL does not have, or has in another
-form, stops the script with its name.
-"""
+TRL gets the values of our configuration one by one, and its other defaults are set to what this
+trainer does. Our code evaluates TRL's model on the held-out problems every EVERY steps. A setting
+that TRL does not have, or has in another form, stops the script with its name."""
 
 import json
 import sys
@@ -47,20 +47,26 @@ PASSED_ON = {
 
 
 def check_settings(config) -> None:
-    """Stop unless TRL computes the same with the settings that it gets: every other key must have its default."""
+    """Stop unless TRL computes the same with the settings that it gets: every other key must have
+    its default."""
     default = type(config)()
     others = {f"algorithm.{key}" for key in type(config.algorithm).model_fields} - PASSED_ON
-    for key in sorted(others | {"model.reference", "data.prompt_template", "rollout.stop", "optim.min_lr"}):
+    for key in sorted(
+        others | {"model.reference", "data.prompt_template", "rollout.stop", "optim.min_lr"}
+    ):
         value = attrgetter(key)(config)
         expected = attrgetter(key)(default)
         if value != expected:
             raise SystemExit(f"{key}={value}: this comparison needs {expected}")
     if config.algorithm.scale not in ("group", "batch", "none") or config.optim.max_steps is None:
-        raise SystemExit("this comparison needs algorithm.scale=group, batch or none, and optim.max_steps")
+        raise SystemExit(
+            "this comparison needs algorithm.scale=group, batch or none, and optim.max_steps"
+        )
 
 
 def reward_functions(config) -> list:
-    """Our rewards with their arguments. TRL passes conversations, which our rewards read as well."""
+    """Our rewards with their arguments. TRL passes conversations, which our rewards read as
+    well."""
     rewards = []
     for function in config.reward.functions:
         reward = partial(called, load_reward(function.name), function.args)
@@ -130,7 +136,9 @@ def main() -> None:
     check_settings(config)
     # As messages, which TRL writes into the chat template again.
     data = config.data.model_copy(update={"conversational": True})
-    problems = make_problems(load_rows(data, train=True, seed=config.seed), data, tokenizer).problems
+    problems = make_problems(
+        load_rows(data, train=True, seed=config.seed), data, tokenizer
+    ).problems
     schedule = Schedule(problems, prompts_per_step=r.prompts_per_step, seed=config.seed)
     order = [problem for step in range(o.max_steps) for problem in schedule.at(step)]
     rows = []
@@ -143,7 +151,9 @@ def main() -> None:
         )
         assert tuple(written["input_ids"]) == problem.prompt_ids, "TRL's prompt is ours"
         rows.append({"prompt": prompt, **problem.columns})
-    held_out = make_problems(load_rows(config.data, train=False, seed=config.seed), config.data, tokenizer).problems
+    held_out = make_problems(
+        load_rows(config.data, train=False, seed=config.seed), config.data, tokenizer
+    ).problems
     callback = Evaluate(config, tokenizer, held_out[: config.eval.max_samples], int(every), device)
     warmup = round(o.max_steps * o.warmup_steps) if o.warmup_steps < 1 else int(o.warmup_steps)
     with tempfile.TemporaryDirectory() as folder:
@@ -204,7 +214,9 @@ def main() -> None:
         trainer.train()
         seconds = time.perf_counter() - started - callback.seconds
     callback.rewards.close()
-    rewards = [round(entry["reward"], 4) for entry in trainer.state.log_history if "reward" in entry]
+    rewards = [
+        round(entry["reward"], 4) for entry in trainer.state.log_history if "reward" in entry
+    ]
     assert len(rewards) == o.max_steps
     found = {
         "points": callback.points,

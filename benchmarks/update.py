@@ -1,14 +1,14 @@
 """Scoring and its backward pass, packed groups beside padded rows: tokens a second and peak memory.
 
-    python benchmarks/update.py --model DIR
-    python benchmarks/update.py --model DIR --points "4:256:256 8:256:256 16:256:256 8:256:64 8:64:256"
-    python benchmarks/update.py --model DIR --equal-groups 2    of the 4 groups, 2 have advantage 0 and are skipped
+    python benchmarks/update.py --model DIR python benchmarks/update.py --model DIR --points
+    "4:256:256 8:256:256 16:256:256 8:256:64 8:64:256" python benchmarks/update.py --model DIR
+    --equal-groups 2    of the 4 groups, 2 have advantage 0 and are skipped
 
-A point is group:prompt:longest completion, in tokens. Each measurement has a fresh process, and the two sides
-alternate. Tokens are completion tokens, the same number on both sides. Utilisation is relative to a large matrix
-product on this machine with the same threads and precision. The counted work is each prompt once, forward and backward.
-Peak memory is the growth of the process's peak RSS during the pass.
-"""
+A point is group:prompt:longest completion, in tokens. Each measurement has a fresh process, and the
+two sides alternate. Tokens are completion tokens, the same number on both sides. Utilisation is
+relative to a large matrix product on this machine with the same threads and precision. The counted
+work is each prompt once, forward and backward. Peak memory is the growth of the process's peak RSS
+during the pass."""
 
 import argparse
 import json
@@ -22,7 +22,14 @@ from common import about, in_turn, markdown, parser, ratios, run, shown, write
 import torch  # isort: skip
 from rollout import load
 
-from grpo.algorithm.batch import Completion, Group, Problem, collate, microbatches, skip_zero_advantage
+from grpo.algorithm.batch import (
+    Completion,
+    Group,
+    Problem,
+    collate,
+    microbatches,
+    skip_zero_advantage,
+)
 from grpo.algorithm.logprobs import CompletionScorer
 from grpo.rollout import check_model
 
@@ -83,7 +90,8 @@ def measure(a) -> dict[str, float]:
 
 
 def flops(model, prompt: int, lengths: list[list[int]]) -> float:
-    """FLOPs of a forward and backward pass: 6 per weight and token (head: completion tokens only), plus attention."""
+    """FLOPs of a forward and backward pass: 6 per weight and token (head: completion tokens only),
+    plus attention."""
     c = model.config
     head = model.get_output_embeddings().weight
     embedding = model.get_input_embeddings().weight
@@ -98,7 +106,9 @@ def flops(model, prompt: int, lengths: list[list[int]]) -> float:
         pairs += prompt**2 / 2
         pairs += sum(prompt * n + n**2 / 2 for n in row)
     tokens = prompt * len(lengths) + completion_tokens
-    width = c.num_attention_heads * (getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads)
+    width = c.num_attention_heads * (
+        getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+    )
     products = 6.0 * (body * tokens + head.numel() * completion_tokens)
     return products + 12.0 * c.num_hidden_layers * width * pairs
 
@@ -131,7 +141,9 @@ def main() -> None:
         repeats=3,
         output=None,
     )
-    p.add_argument("--measure", nargs=2, help=argparse.SUPPRESS)  # side and point, in a process of its own
+    p.add_argument(
+        "--measure", nargs=2, help=argparse.SUPPRESS
+    )  # side and point, in a process of its own
     a = p.parse_args()
     if a.measure:
         a.side, point = a.measure

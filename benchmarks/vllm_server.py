@@ -1,4 +1,5 @@
-"""The engine ``vllm`` for rollout.py: a running server, which gets weights and samples over HTTP as in training."""
+"""The engine ``vllm`` for rollout.py: a running server, which gets weights and samples over HTTP as
+in training."""
 
 import statistics
 import time

@@ -1,8 +1,8 @@
 """Compare two models on the same problems: python examples/compare_checkpoints.py [FOLDER FOLDER]
 
-Each accuracy comes with its 95% interval. The difference has an interval of its own, over problems: both models answer the same ones,
-so it is narrower than two separate intervals suggest. Without folders, a short run makes the two checkpoints.
-"""
+Each accuracy comes with its 95% interval. The difference has an interval of its own, over problems:
+both models answer the same ones, so it is narrower than two separate intervals suggest. Without
+folders, a short run makes the two checkpoints."""
 
 import sys
 from pathlib import Path
@@ -28,7 +28,10 @@ SETTINGS = {
 
 def accuracies(evaluation):
     """The share of right samples of each problem."""
-    return [sum(sample.correct for sample in problem.samples) / len(problem.samples) for problem in evaluation.problems]
+    return [
+        sum(sample.correct for sample in problem.samples) / len(problem.samples)
+        for problem in evaluation.problems
+    ]
 
 
 folders = sys.argv[1:3]
@@ -36,7 +39,9 @@ if not folders:
     result = train(SETTINGS)
     folders = [str(result.output_dir / "checkpoint-2"), str(result.checkpoint)]
 config = make_config(SETTINGS)
-first, second = run(config, folders, Path(config.output_dir, "evaluation.json"), start_world(config.runtime))
+first, second = run(
+    config, folders, Path(config.output_dir, "evaluation.json"), start_world(config.runtime)
+)
 pairs = zip(accuracies(first), accuracies(second), strict=True)
 difference = mean_of([[after - before] for before, after in pairs])
 print(

@@ -1,12 +1,14 @@
-"""An environment with one tool, for the task builtin:guess_number: the model guesses a hidden number and gets hints.
+"""An environment with one tool, for the task builtin:guess_number: the model guesses a hidden
+number and gets hints.
 
-A class in the form of TRL's environments. Each completion has an object of its own: `reset` gets the columns of a row,
-every public method but `reset` and `get_reward` is a tool, and the reward is read when the conversation has ended.
-"""
+A class in the form of TRL's environments. Each completion has an object of its own: `reset` gets
+the columns of a row, every public method but `reset` and `get_reward` is a tool, and the reward is
+read when the conversation has ended."""
 
 
 class GuessNumber:
-    """The tool `guess`, and a reward of 1 for the right number, less 0.05 for each guess before it."""
+    """The tool `guess`, and a reward of 1 for the right number, less 0.05 for each guess before
+    it."""
 
     def reset(self, secret: int, **row) -> None:
         """Hide a number. Nothing is added to the prompt, so nothing is returned."""

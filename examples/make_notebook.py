@@ -1,8 +1,7 @@
 """Write own_loop.ipynb from own_loop.py: python examples/make_notebook.py [--check]
 
-`# %%` begins a cell of code, `# %% [markdown]` one of text. With --check nothing is written, and the exit code is 1 if the notebook is
-not what would be written.
-"""
+`# %%` begins a cell of code, `# %% [markdown]` one of text. With --check nothing is written, and
+the exit code is 1 if the notebook is not what would be written."""
 
 import json
 import re
@@ -16,7 +15,9 @@ NOTEBOOK = SCRIPT.with_suffix(".ipynb")
 def cells_of(script: str) -> list[dict]:
     """The cells, in the notebook format 4.5."""
     cells = []
-    for number, (kind, text) in enumerate(re.findall(r"^# %%(.*)\n((?:(?!# %%).*\n?)*)", script, re.MULTILINE)):
+    for number, (kind, text) in enumerate(
+        re.findall(r"^# %%(.*)\n((?:(?!# %%).*\n?)*)", script, re.MULTILINE)
+    ):
         text = text.strip("\n")
         if "[markdown]" in kind:
             text = re.sub(r"^# ?", "", text, flags=re.MULTILINE)
@@ -28,7 +29,12 @@ def cells_of(script: str) -> list[dict]:
 
 def notebook_of(script: str) -> str:
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
-    content = {"cells": cells_of(script), "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5}
+    content = {
+        "cells": cells_of(script),
+        "metadata": {"kernelspec": kernel},
+        "nbformat": 4,
+        "nbformat_minor": 5,
+    }
     return json.dumps(content, indent=1, ensure_ascii=False) + "\n"
 
 
@@ -37,4 +43,6 @@ if __name__ == "__main__":
     if "--check" not in sys.argv:
         NOTEBOOK.write_text(wanted, encoding="utf-8")
     elif NOTEBOOK.read_text(encoding="utf-8") != wanted:
-        sys.exit("own_loop.ipynb is not made from own_loop.py: run python examples/make_notebook.py")
+        sys.exit(
+            "own_loop.ipynb is not made from own_loop.py: run python examples/make_notebook.py"
+        )

@@ -1,7 +1,7 @@
 """Train with your own reward on your own data: python examples/own_reward.py
 
-Seconds on a CPU, once the tiny model is built (a minute, at the first use). A model of yours is `model={"name_or_path": FOLDER}`.
-"""
+Seconds on a CPU, once the tiny model is built (a minute, at the first use). A model of yours is
+`model={"name_or_path": FOLDER}`."""
 
 import random
 
@@ -14,7 +14,8 @@ ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in NUMBERS]
 
 
 def right_and_short(completions, answer, **columns):
-    """1 for the right answer in its tag, less 0.005 per character: one number per completion, or None where there is no score."""
+    """1 for the right answer in its tag, less 0.005 per character: one number per completion, or
+    None where there is no score."""
     pairs = zip(completions, answer, strict=True)
     return [float(f"<answer>{right}</answer>" in text) - 0.005 * len(text) for text, right in pairs]
 
@@ -32,8 +33,13 @@ result = train(
     dataset=ROWS[:-32],
     eval_dataset=ROWS[-32:],
     output_dir="runs/own_reward",
-    checkpoint={"resume": "never"},  # start anew each time; without it, the same call continues a run that was stopped
+    checkpoint={
+        "resume": "never"
+    },  # start anew each time; without it, the same call continues a run that was stopped
 )
 
 print(result)
-print("mean length by step:", [round(line["completions/mean_length"]) for line in result.metrics if "reward" in line])
+print(
+    "mean length by step:",
+    [round(line["completions/mean_length"]) for line in result.metrics if "reward" in line],
+)

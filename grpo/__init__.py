@@ -13,7 +13,8 @@ set_environment_defaults()
 
 
 def __getattr__(name: str) -> Any:
-    """``train`` and ``TrainingResult`` are imported when they are asked for: reward workers import this package too."""
+    """``train`` and ``TrainingResult`` are imported when they are asked for: reward workers import
+    this package too."""
     if name in ("TrainingResult", "train"):
         from grpo import library
 

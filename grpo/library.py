@@ -19,7 +19,7 @@ from typing import Any
 from grpo.config import Config, ConfigError, keys_of, make_config, unknown_key
 from grpo.config.aliases import OTHER_NAMES
 from grpo.rewards.functions import BUILTIN, OBJECT_PREFIX
-from grpo.run.objects import Objects
+from grpo.run.user_objects import UserObjects
 
 PAGE = Path(__file__).resolve().parents[1] / "train_grpo.py"
 """The training loop, beside this package: the module ``train_grpo``, and the user's command."""
@@ -174,7 +174,9 @@ def _load_page() -> Callable[[Any], None]:
         other = found.origin or found.name
         raise ValueError(f"{other} hides {PAGE}, which grpo.train() runs: rename it")
     if not found:
-        raise ValueError(f"Python finds no train_grpo, which is {PAGE}: pip install -e {PAGE.parent}")
+        raise ValueError(
+            f"Python finds no train_grpo, which is {PAGE}: pip install -e {PAGE.parent}"
+        )
     # Run anew in each call: a person may have edited the page since the last one.
     page = importlib.util.module_from_spec(found)
     found.loader.exec_module(page)
@@ -187,7 +189,7 @@ def _read_arguments(
     reward_functions: Any,
     turns: dict[str, Any],
     tables: dict[str, Any],
-) -> tuple[Config, Objects]:
+) -> tuple[Config, UserObjects]:
     """The checked configuration, in which names stand for Python objects, and the objects.
 
     Args:
@@ -229,7 +231,7 @@ def _read_arguments(
     is_chosen = "output_dir" in set_keys or "resume" in checked.checkpoint.model_fields_set
     if (rewards or others) and not is_chosen:
         checked = make_config(checked, {"checkpoint.resume": "never"})
-    return checked, Objects(rewards, others, train_rows, eval_rows)
+    return checked, UserObjects(rewards, others, train_rows, eval_rows)
 
 
 def _read_settings(config: Any, settings: dict[str, Any], names: dict[str, Any]) -> Config:

@@ -12,8 +12,15 @@ SIZES = dict(
     vocab_size=V, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2, max_position_embeddings=128, bos_token_id=1, eos_token_id=2, pad_token_id=0,
 )  # fmt: skip
-GPT2 = dict(vocab_size=V, n_embd=32, n_layer=2, n_head=4, n_positions=128, bos_token_id=1, eos_token_id=2)
-LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+GPT2 = dict(
+    vocab_size=V, n_embd=32, n_layer=2, n_head=4, n_positions=128, bos_token_id=1, eos_token_id=2
+)
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0] * 4,
+    "long_factor": [4.0] * 4,
+}
 PHI3 = SIZES | dict(rope_parameters=LONGROPE, original_max_position_embeddings=64)
 CAN = {  # name -> model type of transformers, its settings
     "qwen2": ("qwen2", SIZES),
@@ -26,7 +33,11 @@ CAN = {  # name -> model type of transformers, its settings
 CANNOT = {  # name -> model type, settings, part of the reason
     "sliding window": ("mistral", SIZES | dict(sliding_window=4), "window"),
     # Both windows are longer than the probe and shorter than the longest row of the test.
-    "window in the mask alone": ("phimoe", SIZES | dict(sliding_window=20, num_local_experts=2), "sliding_window=20"),
+    "window in the mask alone": (
+        "phimoe",
+        SIZES | dict(sliding_window=20, num_local_experts=2),
+        "sliding_window=20",
+    ),
     "nearest values alone": ("doge", SIZES | dict(keep_window_size=20), "keep_window_size=20"),
     "scaled logits": ("granite", SIZES | dict(logits_scaling=8.0), "head"),
     "convolutions": ("lfm2", SIZES | dict(layer_types=["conv", "full_attention"]), ""),

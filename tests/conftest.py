@@ -1,4 +1,5 @@
-"""Fixtures shared by the tests: small random models, runs of the trainer, assets beside the checkout."""
+"""Fixtures shared by the tests: small random models, runs of the trainer, assets beside the
+checkout."""
 
 import json
 import os
@@ -15,9 +16,11 @@ from processes import Forked
 
 ROOT = Path(__file__).resolve().parent.parent
 DEFAULTS = f"--config={os.devnull}"
-"""Argument for a run with the defaults of the schema, where without ``--config`` it would be the demo."""
+"""Argument for a run with the defaults of the schema, where without ``--config`` it would be the
+demo."""
 torch.set_num_threads(1)
-# A shell that starts the tests in the background, or nohup, lets them and their runs ignore these signals.
+# A shell that starts the tests in the background, or nohup, lets them and their runs ignore these
+# signals.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
@@ -26,10 +29,11 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 
 @pytest.fixture(autouse=True)
 def _process_as_it_was():
-    """A run in this process may set the number of threads, wait for signals and start wandb's service, which the
-    processes that later tests start would use; the next test must not notice."""
+    """A run in this process may set the number of threads, wait for signals and start wandb's
+    service, which the processes that later tests start would use; the next test must not notice."""
     handlers = {
-        number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+        number: signal.getsignal(number)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
     }
     yield
     torch.set_num_threads(1)
@@ -56,7 +60,8 @@ def save_random_model(folder: Path, **changes) -> Path:
         vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=256, tie_word_embeddings=False, bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
-        # Wide enough that the distribution is far from uniform: every token then depends on what was read.
+        # Wide enough that the distribution is far from uniform: every token then depends on what
+        # was read.
         initializer_range=0.3,
     )  # fmt: skip
     with torch.random.fork_rng(devices=[]):
@@ -99,11 +104,14 @@ def load(folder: Path, packed: bool = False, **options):
 
 @pytest.fixture(scope="session")
 def assets() -> Path:
-    """GSM8K and the 7M checkpoint: ``GRPO_TEST_ASSETS``, else ``../shared``; skipped where neither is there."""
+    """GSM8K and the 7M checkpoint: ``GRPO_TEST_ASSETS``, else ``../shared``; skipped where neither
+    is there."""
     for place in (os.environ.get("GRPO_TEST_ASSETS"), ROOT.parent / "shared"):
         if place and (Path(place) / "models" / "gsm8k-7m" / "config.json").exists():
             return Path(place)
-    pytest.skip("needs GSM8K and gsm8k-7m: set GRPO_TEST_ASSETS to the folder that holds data/ and models/")
+    pytest.skip(
+        "needs GSM8K and gsm8k-7m: set GRPO_TEST_ASSETS to the folder that holds data/ and models/"
+    )
 
 
 @pytest.fixture(scope="session")
@@ -129,22 +137,32 @@ def run_trainer(
 ):
     """``train_grpo.py`` in a process of its own, or in ``ranks`` of them.
 
-    With ``fresh`` a new interpreter (torchrun, if there are several ranks): for tests of the launch, and of what
-    imports read or print. Otherwise forks (``processes.py``), which start 7 s earlier. None: fresh where there is
-    ``env``, additional environment variables.
-    """
+    With ``fresh`` a new interpreter (torchrun, if there are several ranks): for tests of the
+    launch, and of what imports read or print. Otherwise forks (``processes.py``), which start 7 s
+    earlier. None: fresh where there is ``env``, additional environment variables."""
     arguments = tuple(map(str, arguments))
-    if not any(argument.startswith("runtime.threads_per_rank") for argument in arguments) and "--help" not in arguments:
+    if (
+        not any(argument.startswith("runtime.threads_per_rank") for argument in arguments)
+        and "--help" not in arguments
+    ):
         arguments = (*arguments, "runtime.threads_per_rank=1")
     if fresh if fresh is not None else env is not None:
         command = [sys.executable]
         if ranks > 1:
             command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
         command += [str(ROOT / "train_grpo.py"), *arguments]
-        how = dict(capture_output=True, text=True, timeout=timeout, cwd=ROOT, env=environment_of_runs(env))
+        how = dict(
+            capture_output=True, text=True, timeout=timeout, cwd=ROOT, env=environment_of_runs(env)
+        )
         done = subprocess.run(command, check=False, **how)
     else:
-        done = run_forked(ROOT / "train_grpo.py", arguments, ranks=ranks, timeout=timeout, env=environment_of_runs(env))
+        done = run_forked(
+            ROOT / "train_grpo.py",
+            arguments,
+            ranks=ranks,
+            timeout=timeout,
+            env=environment_of_runs(env),
+        )
     if check and done.returncode:
         raise AssertionError(
             f"{' '.join(done.args)} exited {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
@@ -162,12 +180,22 @@ def run_forked(
     stdin: str = "",
     folder: Path = ROOT,
 ) -> subprocess.CompletedProcess:
-    """Like ``subprocess.run`` with captured output, in forks of a process that has imported the trainer."""
+    """Like ``subprocess.run`` with captured output, in forks of a process that has imported the
+    trainer."""
     with tempfile.TemporaryDirectory() as files:
         typed, out, err = (Path(files) / name for name in ("in", "out", "err"))
         typed.write_text(stdin)
         size = ranks if ranks > 1 else None
-        started = Forked(script, arguments, ranks=size, env=env, stdin=typed, stdout=out, stderr=err, folder=folder)
+        started = Forked(
+            script,
+            arguments,
+            ranks=size,
+            env=env,
+            stdin=typed,
+            stdout=out,
+            stderr=err,
+            folder=folder,
+        )
         try:
             code = started.wait(timeout)
         finally:
@@ -177,7 +205,8 @@ def run_forked(
 
 
 def small_run(model: Path, output: Path) -> list[str]:
-    """Arguments of a run of seconds: an untrained model on built-in arithmetic; a length reward gives it a gradient."""
+    """Arguments of a run of seconds: an untrained model on built-in arithmetic; a length reward
+    gives it a gradient."""
     return [
         DEFAULTS, f"output_dir={output}", f"model.name_or_path={model}", "data.dataset=builtin:arithmetic",
         "data.max_train_samples=64", "data.max_eval_samples=13",

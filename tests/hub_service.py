@@ -1,4 +1,5 @@
-"""A Hugging Face Hub on this machine: what ``datasets`` and ``transformers`` need to find and read files.
+"""A Hugging Face Hub on this machine: what ``datasets`` and ``transformers`` need to find and read
+files.
 
 They are pointed at it by ``HF_ENDPOINT``.
 """
@@ -31,7 +32,10 @@ class Handler(BaseHTTPRequestHandler):
         api = path.startswith("api/")
         kind, *rest = path.removeprefix("api/").split("/")
         if kind not in ("datasets", "models"):
-            kind, rest = "models", [kind, *rest]  # /me/model/resolve/...: models have no prefix there
+            kind, rest = (
+                "models",
+                [kind, *rest],
+            )  # /me/model/resolve/...: models have no prefix there
         folder = self.root / kind / "/".join(rest[:2])
         verb = rest[2] if len(rest) > 2 else ""
         inside = "/".join(rest[4:])
@@ -40,19 +44,30 @@ class Handler(BaseHTTPRequestHandler):
         if not api:
             file = folder / inside
             if verb != "resolve" or not file.is_file():
-                return self.send(404, b"", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": COMMIT})
+                return self.send(
+                    404, b"", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": COMMIT}
+                )
             content = file.read_bytes()
             etag = hashlib.sha1(content).hexdigest()
             return self.send(200, content, {"ETag": f'"{etag}"', "X-Repo-Commit": COMMIT})
         files = sorted(file for file in folder.rglob("*") if file.is_file())
         if verb in ("", "revision"):
             siblings = [{"rfilename": str(file.relative_to(folder))} for file in files]
-            found = {"id": "/".join(rest[:2]), "sha": COMMIT, "private": False, "tags": [], "siblings": siblings}
+            found = {
+                "id": "/".join(rest[:2]),
+                "sha": COMMIT,
+                "private": False,
+                "tags": [],
+                "siblings": siblings,
+            }
         elif verb == "tree":
             if not (folder / inside).is_dir():
                 return self.send(404, b"{}", {"X-Error-Code": "EntryNotFound"})
             deep = "recursive=true" in self.path.lower()
-            found = [_entry(path, folder) for path in sorted((folder / inside).glob("**/*" if deep else "*"))]
+            found = [
+                _entry(path, folder)
+                for path in sorted((folder / inside).glob("**/*" if deep else "*"))
+            ]
         elif verb == "paths-info":
             wanted = json.loads(sent)["paths"]
             found = [_entry(folder / name, folder) for name in wanted if (folder / name).exists()]
@@ -81,9 +96,12 @@ def _entry(path: Path, folder: Path) -> dict:
 
 @contextlib.contextmanager
 def hub(root: Path) -> Iterator[tuple[str, list[str]]]:
-    """Serve ``root/datasets/<owner>/<name>`` and ``root/models/...``; the endpoint, and what has been asked of it."""
+    """Serve ``root/datasets/<owner>/<name>`` and ``root/models/...``; the endpoint, and what has
+    been asked of it."""
     asked: list[str] = []
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Here", (Handler,), {"root": root, "asked": asked}))
+    server = ThreadingHTTPServer(
+        ("127.0.0.1", 0), type("Here", (Handler,), {"root": root, "asked": asked})
+    )
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:
@@ -108,7 +126,8 @@ configs:
 
 
 def publish(root, train: list[dict], test: list[dict]) -> None:
-    """``openai/gsm8k`` as it lies on the Hub: Parquet, two configurations, a card that says which files are whose."""
+    """``openai/gsm8k`` as it lies on the Hub: Parquet, two configurations, a card that says which
+    files are whose."""
     folder = root / "datasets" / "openai" / "gsm8k"
     for path, rows in {"main/train": train, "main/test": test, "socratic/train": train[:1]}.items():
         datasets.Dataset.from_list(rows).to_parquet(folder / f"{path}-00000-of-00001.parquet")
@@ -119,4 +138,9 @@ def pointed_at(endpoint: str, cache) -> dict[str, str]:
     """Nothing but this Hub and an empty cache, whatever the machine is set to."""
     proxies = ("http_proxy", "https_proxy", "all_proxy")
     found = {name: "" for proxy in proxies for name in (proxy, proxy.upper())}
-    return found | {"HF_ENDPOINT": endpoint, "HF_HOME": str(cache), "HF_HUB_OFFLINE": "0", "no_proxy": "127.0.0.1"}
+    return found | {
+        "HF_ENDPOINT": endpoint,
+        "HF_HOME": str(cache),
+        "HF_HUB_OFFLINE": "0",
+        "no_proxy": "127.0.0.1",
+    }

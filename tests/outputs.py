@@ -29,10 +29,14 @@ def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 
 def states(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """The tensors of the optimizer and of a moving reference, each whole, whatever number of ranks wrote them."""
+    """The tensors of the optimizer and of a moving reference, each whole, whatever number of ranks
+    wrote them."""
     folder = checkpoint / "trainer" / "states"
     described = FileSystemReader(folder).read_metadata().state_dict_metadata
-    found = {name: torch.empty(tensor.size, dtype=tensor.properties.dtype) for name, tensor in described.items()}
+    found = {
+        name: torch.empty(tensor.size, dtype=tensor.properties.dtype)
+        for name, tensor in described.items()
+    }
     load_tensors(found, folder)
     return found
 

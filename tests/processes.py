@@ -1,10 +1,10 @@
 """Trainer processes for tests, without the 7 seconds of imports that a new interpreter needs.
 
-A server process (``multiprocessing``'s forkserver, one for each pytest worker) imports the trainer once; each run is
-a fork of it, with its own signals, threads, exit code and output. Several ranks are several forks that find each other
-through a store in the pytest process, as torchrun's ranks do. What needs a new interpreter (environment variables that
-libraries read on import, what an import prints, torchrun itself) is started with ``subprocess`` instead.
-"""
+A server process (``multiprocessing``'s forkserver, one for each pytest worker) imports the trainer
+once; each run is a fork of it, with its own signals, threads, exit code and output. Several ranks
+are several forks that find each other through a store in the pytest process, as torchrun's ranks
+do. What needs a new interpreter (environment variables that libraries read on import, what an
+import prints, torchrun itself) is started with ``subprocess`` instead."""
 
 from __future__ import annotations
 
@@ -39,7 +39,11 @@ def _server():
     with _lock:
         if _context is None:
             before = dict(os.environ)
-            os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", PYTHONPATH=f"{ROOT}:{ROOT}/tests")
+            os.environ.update(
+                OMP_NUM_THREADS="1",
+                TOKENIZERS_PARALLELISM="false",
+                PYTHONPATH=f"{ROOT}:{ROOT}/tests",
+            )
             try:
                 context = multiprocessing.get_context("forkserver")
                 context.set_forkserver_preload(list(PRELOAD))
@@ -70,7 +74,9 @@ def _run(
         os.close(opened)
     open_streams()
     for number in (signal.SIGINT, signal.SIGTERM):  # the server ignores the first
-        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        signal.signal(
+            number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+        )
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(Path(script).parent))
     end_as_interpreter(lambda: runpy.run_path(script, run_name="__main__"))
@@ -84,7 +90,8 @@ def open_streams() -> None:
 
 
 def end_as_interpreter(program: Callable[[], object]) -> None:
-    """Run a program and end this process as its interpreter would: exit code, threads, exit handlers, output."""
+    """Run a program and end this process as its interpreter would: exit code, threads, exit
+    handlers, output."""
     code = 0
     try:
         program()
@@ -103,9 +110,8 @@ def end_as_interpreter(program: Callable[[], object]) -> None:
 class Forked:
     """Some ranks of one command; the part of ``subprocess.Popen`` that tests use.
 
-    Without ``ranks`` one process without a launcher's variables. The exit code of several ranks is torchrun's: 0, or
-    1 as soon as one failed (the others then get SIGTERM).
-    """
+    Without ``ranks`` one process without a launcher's variables. The exit code of several ranks is
+    torchrun's: 0, or 1 as soon as one failed (the others then get SIGTERM)."""
 
     def __init__(
         self,
@@ -135,7 +141,9 @@ class Forked:
             }  # fmt: skip
         self.processes = []
         for rank in range(ranks or 1):
-            own = shared | ({"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks is not None else {})
+            own = shared | (
+                {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks is not None else {}
+            )
             files = (str(stdin), str(stdout), str(stderr))
             words = (str(script), list(map(str, arguments)), own | env, *files, str(folder))
             process = context.Process(target=_run, args=words, daemon=False)
@@ -153,7 +161,11 @@ class Forked:
 
     def alive(self) -> dict[int, int]:
         """Rank -> pid of the processes that have not ended."""
-        return {rank: process.pid for rank, process in enumerate(self.processes) if process.exitcode is None}
+        return {
+            rank: process.pid
+            for rank, process in enumerate(self.processes)
+            if process.exitcode is None
+        }
 
     def poll(self) -> int | None:
         codes = self.codes

@@ -2,8 +2,11 @@
 
 
 def share_of_digits(prompts, completions, **columns):
-    """Between 0 and 1, different for nearly every completion: an untrained model gets a gradient from it."""
-    return [sum(c.isdigit() or c in "aeiou" for c in text) / max(len(text), 1) for text in completions]
+    """Between 0 and 1, different for nearly every completion: an untrained model gets a gradient
+    from it."""
+    return [
+        sum(c.isdigit() or c in "aeiou" for c in text) / max(len(text), 1) for text in completions
+    ]
 
 
 def constant(prompts, completions, **columns):

@@ -6,7 +6,8 @@ from typing import Any
 
 
 def log_records(data: bytes) -> Iterator[bytes]:
-    """Of a .wandb file, which has LevelDB's log format: blocks of 32 KiB; CRC, length and type before each part."""
+    """Of a .wandb file, which has LevelDB's log format: blocks of 32 KiB; CRC, length and type
+    before each part."""
     position, parts = 7, []  # a header of seven bytes
     while position < len(data):
         left = 32768 - position % 32768

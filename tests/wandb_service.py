@@ -1,4 +1,5 @@
-"""A small HTTP server that answers where wandb's service would be, as far as one run needs it; and that can be ill."""
+"""A small HTTP server that answers where wandb's service would be, as far as one run needs it; and
+that can be ill."""
 
 import contextlib
 import gzip
@@ -9,8 +10,8 @@ import time
 
 
 class Service:
-    """``mood``: ``well``, ``refuses`` (403 to everything), ``stalls`` (takes requests, never answers),
-    ``dead`` (takes no connection, drops those that are open)."""
+    """``mood``: ``well``, ``refuses`` (403 to everything), ``stalls`` (takes requests, never
+    answers), ``dead`` (takes no connection, drops those that are open)."""
 
     def __init__(self, mood: str):
         self.mood = mood
@@ -51,7 +52,11 @@ class Service:
         if self.mood == "refuses":
             return 403, {"error": "no"}
         if path.endswith("/file_stream"):
-            sent = json.loads(body).get("files", {}).get("wandb-history.jsonl", {"offset": 0, "content": []})
+            sent = (
+                json.loads(body)
+                .get("files", {})
+                .get("wandb-history.jsonl", {"offset": 0, "content": []})
+            )
             end = sent["offset"] + len(sent["content"])  # what is there already is written over
             self.lines[sent["offset"] : end] = [json.loads(line) for line in sent["content"]]
             return 200, {}
@@ -72,16 +77,31 @@ class Service:
             found = bucket if self.lines else None
             return 200, {"data": {"model": bucket["project"] | {"bucket": found}}}
         if operation == "Viewer":  # asked before the first table
-            viewer = {"id": "4", "entity": "me", "username": "me", "email": "", "flags": "{}", "teams": {"edges": []}}
+            viewer = {
+                "id": "4",
+                "entity": "me",
+                "username": "me",
+                "email": "",
+                "flags": "{}",
+                "teams": {"edges": []},
+            }
             return 200, {"data": {"viewer": viewer}}
         if "createArtifact(" in asked["query"]:  # a table; as if all of it were there already
-            artifact = {"id": "5", "state": "COMMITTED", "artifactSequence": {"id": "6", "latestArtifact": None}}
+            artifact = {
+                "id": "5",
+                "state": "COMMITTED",
+                "artifactSequence": {"id": "6", "latestArtifact": None},
+            }
             return 200, {"data": {"createArtifact": {"artifact": artifact}}}
         if operation == "UpsertBucket":
             return 200, {"data": {"upsertBucket": {"bucket": bucket, "inserted": not self.lines}}}
         if operation == "CreateRunFiles":
-            files = [{"name": name, "uploadUrl": f"{self.url}/upload/{name}"} for name in given["files"]]
-            return 200, {"data": {"createRunFiles": {"runID": "1", "uploadHeaders": [], "files": files}}}
+            files = [
+                {"name": name, "uploadUrl": f"{self.url}/upload/{name}"} for name in given["files"]
+            ]
+            return 200, {
+                "data": {"createRunFiles": {"runID": "1", "uploadHeaders": [], "files": files}}
+            }
         return 200, {"data": {"project": None}}  # is there such an artifact?
 
     def become(self, mood: str) -> None:

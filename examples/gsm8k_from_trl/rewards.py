@@ -18,7 +18,10 @@ def number(text):
 
 def correctness_reward_func(prompts, completions, answer, **kwargs):
     """2 for the right answer."""
-    return [2.0 * (extract_answer(response(c)) == number(a)) for c, a in zip(completions, answer, strict=True)]
+    return [
+        2.0 * (extract_answer(response(c)) == number(a))
+        for c, a in zip(completions, answer, strict=True)
+    ]
 
 
 def int_reward_func(completions, **kwargs):

@@ -1,4 +1,5 @@
-"""GSM8K with TRL 1.16.0, after the "GRPO demo" of Will Brown (2025), written anew. docs/from_trl.md ports it."""
+"""GSM8K with TRL 1.16.0, after the "GRPO demo" of Will Brown (2025), written anew. docs/from_trl.md
+ports it."""
 
 import re
 
@@ -19,7 +20,10 @@ def load_gsm8k(path, **options):
     """Rows with a conversation as ``prompt``, and the number after #### as ``answer``."""
 
     def convert(row):
-        messages = [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": row["question"]}]
+        messages = [
+            {"role": "system", "content": SYSTEM_PROMPT},
+            {"role": "user", "content": row["question"]},
+        ]
         return {"prompt": messages, "answer": row["answer"].split("####")[1].strip()}
 
     return load_dataset(path, split="train", **options).map(convert)
@@ -40,7 +44,10 @@ def number(text):
 
 def correctness_reward_func(prompts, completions, answer, **kwargs):
     """2 for the right answer."""
-    return [2.0 * (extract_answer(response(c)) == number(a)) for c, a in zip(completions, answer, strict=True)]
+    return [
+        2.0 * (extract_answer(response(c)) == number(a))
+        for c, a in zip(completions, answer, strict=True)
+    ]
 
 
 def int_reward_func(completions, **kwargs):

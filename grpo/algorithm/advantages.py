@@ -22,7 +22,7 @@ from grpo.algorithm.choices import (
     equal_rewards_have_gradient,
 )
 
-OwnAdvantages = Callable[[Tensor, Tensor], Tensor]
+UserAdvantages = Callable[[Tensor, Tensor], Tensor]
 """Advantages of a user's: ``fn(rewards_PG, values_PGF) -> advantages_PG``, the same result on all
 ranks.
 
@@ -116,7 +116,8 @@ def group_advantages(
     if baseline != "none" or scale == "group":
         is_zero_PG = is_zero_PG | _all_equal(rewards_PG, is_scored_PG)
 
-    # Only the difference teaches: a problem that is easy for the policy is no merit of a completion.
+    # Only the difference teaches: a problem that is easy for the policy is no merit of a
+    # completion.
     mean_P1 = _mean(rewards_PG, is_scored_PG)
     advantages_PG = rewards_PG
     if baseline == "mean":
@@ -180,14 +181,18 @@ def normalize_then_sum(
     return advantages_PG.to(torch.promote_types(values_PGF.dtype, torch.float32))
 
 
-def call_user_advantages(function: OwnAdvantages, rewards_PG: Tensor, values_PGF: Tensor) -> Tensor:
+def call_user_advantages(
+    function: UserAdvantages, rewards_PG: Tensor, values_PGF: Tensor
+) -> Tensor:
     """``[P, G]`` fp32, 0 where a completion has no reward; ValueError on another shape or infinite
     values."""
     advantages_PG = function(rewards_PG.clone(), values_PGF.clone())
     check_returned("algorithm.advantages", advantages_PG, rewards_PG.shape)
     advantages_PG = advantages_PG.detach().float().masked_fill(rewards_PG.isnan(), 0.0)
     if not advantages_PG.isfinite().all():
-        raise ValueError(f"algorithm.advantages must return finite numbers, got {advantages_PG.tolist()}")
+        raise ValueError(
+            f"algorithm.advantages must return finite numbers, got {advantages_PG.tolist()}"
+        )
     return advantages_PG
 
 
@@ -216,7 +221,9 @@ def _check(rewards_PG: Tensor, baseline: str, scale: str) -> None:
     check_choice("baseline", baseline, Baseline)
     check_choice("scale", scale, Scale)
     if rewards_PG.shape[1] == 1 and baseline != "none":
-        raise ValueError(f"baseline={baseline} compares a completion with itself: use G >= 2 or baseline='none'")
+        raise ValueError(
+            f"baseline={baseline} compares a completion with itself: use G >= 2 or baseline='none'"
+        )
     if rewards_PG.isinf().any():
         raise ValueError(f"rewards must be finite or NaN, got {rewards_PG.tolist()}")
     if scale == "mean" and (rewards_PG < 0).any():

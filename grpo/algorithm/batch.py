@@ -39,7 +39,7 @@ class Problem:
     are messages too."""
 
     @property
-    def prompt_of_rewards(self) -> str | list[dict[str, str]]:
+    def prompt_for_rewards(self) -> str | list[dict[str, str]]:
         """The prompt as rewards get it."""
         if self.reward_prompt is None:
             return self.prompt
@@ -105,7 +105,7 @@ class ToolCall:
 
 
 @dataclass(frozen=True)
-class Turns(Completion):
+class MultiTurnCompletion(Completion):
     """A completion of several turns of the model, with the answers of tools or of an environment
     between them.
 
@@ -360,7 +360,7 @@ def microbatches(
     """
     parts = microbatch_rows(batch, max_tokens, packed=packed)
     for _ in range(num_passes - len(parts)):
-        yield without_effect(batch), False
+        yield row_without_gradient(batch), False
     for number, rows in enumerate(parts, 1):
         micro = batch.select(rows)
         if micro.computed_B is not None:
@@ -370,7 +370,7 @@ def microbatches(
         yield micro, number == len(parts)
 
 
-def without_effect(batch: Batch) -> Batch:
+def row_without_gradient(batch: Batch) -> Batch:
     """The shortest row of a batch as a micro-batch that no loss and no metric counts."""
     shortest = batch.lengths_B.argmin()
     row = batch.select(shortest[None])

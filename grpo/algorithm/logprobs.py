@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from grpo.algorithm.batch import IGNORE_INDEX, completion_lengths, completion_mask
-from grpo.attention import few_sizes, pack, packed_hidden
+from grpo.attention import pack, packed_hidden, round_up_to_bucket
 
 LOGITS_PER_CHUNK = 2**24
 LOGITS_PER_CHUNK_ON_CUDA = 2**27
@@ -34,7 +34,9 @@ def logprobs_from_logits(logits_BTV: Tensor, labels_BT: Tensor, temperature: flo
         ``[B, T]`` in fp32 (float64 for float64 logits), in nats; 0.0 at ``-100``.
     """
     if logits_BTV.shape[:-1] != labels_BT.shape:
-        raise ValueError(f"logits {tuple(logits_BTV.shape)} do not fit labels {tuple(labels_BT.shape)}")
+        raise ValueError(
+            f"logits {tuple(logits_BTV.shape)} do not fit labels {tuple(labels_BT.shape)}"
+        )
     if not temperature > 0:
         raise ValueError(f"temperature={temperature} must be above 0")
     logits_NV = _divide_by_temperature(logits_BTV.flatten(0, -2), temperature)
@@ -174,7 +176,7 @@ class CompletionScorer(nn.Module):
         The number of tokens is rounded up to one of few sizes.
         """
         N = len(before_N)
-        padding = (0, few_sizes(N) - N)
+        padding = (0, round_up_to_bucket(N) - N)
         hidden_NH = hidden_MH[F.pad(before_N, padding)]
         labels_N = F.pad(labels_N, padding)
 

@@ -28,7 +28,7 @@ from grpo.algorithm.choices import (
 Bounds = tuple[float, float]
 """Least and greatest value that is not clipped: of the importance ratio; ``dppo_tv``: of the change
 of probability."""
-OwnObjective = Callable[[Tensor, Tensor, Tensor, Tensor, Bounds], Tensor]
+UserObjective = Callable[[Tensor, Tensor, Tensor, Tensor, Bounds], Tensor]
 """A loss of a user's: ``fn(logprobs_BT, ratio_BT, A_B1, mask_BT, bounds) -> loss_BT``, the loss of
 each token.
 
@@ -45,7 +45,7 @@ def policy_loss(
     mask_BT: Tensor,
     *,
     ref_logprobs_BT: Tensor | None = None,
-    objective: Objective | OwnObjective = "clip",
+    objective: Objective | UserObjective = "clip",
     importance_level: ImportanceLevel = "token",
     epsilon: float = 0.2,
     epsilon_high: float | None = None,
@@ -77,7 +77,7 @@ def policy_loss(
             influence, even if NaN.
         ref_logprobs_BT: ``[B, T]`` the same under the frozen reference; needed when ``beta > 0``.
         objective: the loss of a token, see :func:`surrogate_loss`; or a function,
-            :data:`OwnObjective`.
+            :data:`UserObjective`.
         importance_level: one ratio per ``token``, or one per ``sequence``; see
             :func:`importance_ratio`.
         epsilon: ratios below ``1 - epsilon`` are clipped (``clip``); probabilities that fell by
@@ -118,11 +118,15 @@ def policy_loss(
     """
     B, T = logprobs_BT.shape
     if advantages_B.shape != (B,):
-        raise ValueError(f"expected one advantage for each of {B} rows, got {tuple(advantages_B.shape)}")
+        raise ValueError(
+            f"expected one advantage for each of {B} rows, got {tuple(advantages_B.shape)}"
+        )
     others = (old_logprobs_BT, mask_BT, ref_logprobs_BT, policy_mask_BT, sampling_logprobs_BT)
     for tensor in others:
         if tensor is not None and tensor.shape != (B, T):
-            raise ValueError(f"expected tensors of the log-probs' shape {(B, T)}, got {tuple(tensor.shape)}")
+            raise ValueError(
+                f"expected tensors of the log-probs' shape {(B, T)}, got {tuple(tensor.shape)}"
+            )
     _check_aggregation(aggregation, max_length)
     if not callable(objective):
         check_choice("objective", objective, Objective)
@@ -142,12 +146,12 @@ def policy_loss(
     if epsilon_high is None:
         epsilon_high = epsilon
     if objective == "dppo_tv":
-        moved_BT = logprobs_BT.detach().exp() - old_logprobs_BT.exp()
+        ratio_or_probability_change_BT = logprobs_BT.detach().exp() - old_logprobs_BT.exp()
         bounds = (-epsilon, epsilon_high)
     else:
-        moved_BT = ratio_BT.detach()
+        ratio_or_probability_change_BT = ratio_BT.detach()
         bounds = (1 - epsilon, 1 + epsilon_high)
-    is_low_BT, is_high_BT = clipped_tokens(objective, moved_BT, A_B1, bounds)
+    is_low_BT, is_high_BT = clipped_tokens(objective, ratio_or_probability_change_BT, A_B1, bounds)
     is_clipped_BT = is_low_BT | is_high_BT
 
     # The policy term of each token, and its weights.
@@ -325,8 +329,8 @@ def surrogate_loss(
 
 
 def clipped_tokens(
-    objective: Objective | OwnObjective,
-    moved_BT: Tensor,
+    objective: Objective | UserObjective,
+    ratio_or_probability_change_BT: Tensor,
     A_B1: Tensor,
     bounds: Bounds,
 ) -> tuple[Tensor, Tensor]:
@@ -336,12 +340,11 @@ def clipped_tokens(
     ``clip`` and ``dppo_tv``: where the policy gradient is 0, because the policy has moved far
     enough in the direction of the advantage; of a user's loss the same tokens, whatever it does
     there. ``cispo``: where the weight is at its bound. The other objectives have no bound.
-    ``moved_BT`` is the importance ratio; in ``dppo_tv`` the token's probability less its
-    probability when sampled.
-    """
+    ``ratio_or_probability_change_BT`` is the importance ratio; in ``dppo_tv`` the token's
+    probability less its probability when sampled."""
     lowest, highest = bounds
-    is_low_BT = moved_BT < lowest
-    is_high_BT = moved_BT > highest
+    is_low_BT = ratio_or_probability_change_BT < lowest
+    is_high_BT = ratio_or_probability_change_BT > highest
     if objective in ("clip", "dppo_tv") or callable(objective):
         return is_low_BT & (A_B1 < 0), is_high_BT & (A_B1 > 0)
     nowhere_BT = torch.zeros_like(is_low_BT)
@@ -450,4 +453,6 @@ def _zero_outside(mask_BT: Tensor, values_BT: Tensor) -> Tensor:
 def _check_aggregation(aggregation: Aggregation, max_length: float | None) -> None:
     check_choice("aggregation", aggregation, Aggregation)
     if aggregation == "constant" and not max_length:
-        raise ValueError("aggregation='constant' divides by responses x max_length: give max_length in tokens")
+        raise ValueError(
+            "aggregation='constant' divides by responses x max_length: give max_length in tokens"
+        )

@@ -1,7 +1,8 @@
-"""Attention that computes each prompt once per group: ``packed`` for scoring, ``forked`` for decoding."""
+"""Attention that computes each prompt once per group: ``packed`` for scoring, ``forked`` for
+decoding."""
 
 from grpo.attention.forked import ForkedCache
-from grpo.attention.layout import few_sizes, pack, pack_prompts
+from grpo.attention.layout import pack, pack_prompts, round_up_to_bucket
 from grpo.attention.packed import (
     enable_packing,
     forked_hidden,
@@ -13,7 +14,7 @@ from grpo.attention.packed import (
 __all__ = [
     "ForkedCache",
     "enable_packing",
-    "few_sizes",
+    "round_up_to_bucket",
     "forked_hidden",
     "pack",
     "pack_prompts",

@@ -31,7 +31,7 @@ class ForkedCache:
     :meth:`begin_tokens` begins several tokens at once.
     """
 
-    own_bias: Tensor | None
+    completion_bias: Tensor | None
     """Additive mask ``[R, 1, 1, C]`` of the indices before each row's first token."""
     mask_R1NS: Tensor | None
     """True where a token may attend, while several are computed at once."""
@@ -52,7 +52,7 @@ class ForkedCache:
         self.prompt_lengths_U = torch.tensor(lengths, device=device)
         self.prompts: dict[int, tuple[Tensor, Tensor]] = {}
         """Keys and values of the prompts, ``[U, K, P, D]``, by layer."""
-        self.own: dict[int, tuple[Tensor, Tensor]] = {}
+        self.completion_kv: dict[int, tuple[Tensor, Tensor]] = {}
         """Keys and values of the own tokens, ``[R, K, capacity, D]``, by layer.
 
         From index ``length`` on nothing has been written: filling that would take longer than most
@@ -91,8 +91,8 @@ class ForkedCache:
                 D,
             )
 
-        self.own = dict(self.prompts)
-        _replace(self.own, buffer)
+        self.completion_kv = dict(self.prompts)
+        _replace(self.completion_kv, buffer)
         self._update_layout()
 
     @property
@@ -107,7 +107,7 @@ class ForkedCache:
         end = self.length
         self.start_R = start_R - first
         self.length = end - first
-        _replace(self.own, lambda buffer: select_rows(buffer, rows, first, end))
+        _replace(self.completion_kv, lambda buffer: select_rows(buffer, rows, first, end))
 
         prompt_R = self.prompt_R[rows]
         kept_U, self.prompt_R = prompt_R.unique(return_inverse=True)
@@ -120,7 +120,7 @@ class ForkedCache:
     def split(self, rows: Tensor) -> ForkedCache:
         """A copy of the cache with these rows only."""
         part = copy.copy(self)
-        part.own = dict(self.own)
+        part.completion_kv = dict(self.completion_kv)
         part.prompts = dict(self.prompts)
         part.keep_rows(rows)
         return part
@@ -149,7 +149,7 @@ class ForkedCache:
             theirs = _with_length(theirs[new], P)
             return torch.cat([ours, theirs])
 
-        def joined_own(ours: Tensor, theirs: Tensor) -> Tensor:
+        def joined_completion_kv(ours: Tensor, theirs: Tensor) -> Tensor:
             R = len(ours)
             num_rows = R + len(theirs)
             joined = ours.new_empty(num_rows, *ours.shape[1:])
@@ -161,7 +161,7 @@ class ForkedCache:
             return joined
 
         _replace(self.prompts, joined_prompts, other.prompts)
-        _replace(self.own, joined_own, other.own)
+        _replace(self.completion_kv, joined_completion_kv, other.completion_kv)
         self.length = length
         self._update_layout()
 
@@ -172,11 +172,11 @@ class ForkedCache:
         """
         self.length += 1
         self.mask_R1NS = None
-        self.own_bias = None
+        self.completion_bias = None
         if self.starts_differ:
             index_C = torch.arange(self.length, device=self.start_R.device)
             is_before_RC = index_C < self.start_R[:, None]
-            self.own_bias = additive_mask(is_before_RC, self.dtype)
+            self.completion_bias = additive_mask(is_before_RC, self.dtype)
         return self.offset_R + (self.length - 1)
 
     def begin_tokens(self, new_R: Tensor) -> Tensor:
@@ -192,7 +192,7 @@ class ForkedCache:
         source_RC = index_C - shift_R[:, None]
         source_RC = source_RC.clamp(0, self.capacity - 1)
         source_R1C1 = source_RC[:, None, :, None]
-        for buffers in self.own.values():
+        for buffers in self.completion_kv.values():
             for buffer in buffers:
                 used = buffer[:, :, :end]
                 if self.length:
@@ -244,7 +244,7 @@ class ForkedCache:
         q_RH1D: Tensor,
         scaling: float,
     ) -> Tensor:
-        keys, values = self.own[layer]
+        keys, values = self.completion_kv[layer]
         R, H, _, D = q_RH1D.shape
         K = keys.shape[1]
         kernel = _cpu_attention if self.use_cpu_kernel else _plain_attention
@@ -255,16 +255,16 @@ class ForkedCache:
             self.prompt_bias,
             scaling,
         )
-        own_out_RKgD, own_log_z_RKg = kernel(
+        completion_out_RKgD, completion_log_z_RKg = kernel(
             q_RKgD,
             keys[:, :, : self.length],
             values[:, :, : self.length],
-            self.own_bias,
+            self.completion_bias,
             scaling,
         )
         out_RKgD = _merged(
-            own_out_RKgD,
-            own_log_z_RKg,
+            completion_out_RKgD,
+            completion_log_z_RKg,
             self._prompts_to_rows(prompt_out_UKjD),
             self._prompts_to_rows(prompt_log_z_UKj),
         )
@@ -277,7 +277,7 @@ class ForkedCache:
         v_RK1D: Tensor,
     ) -> None:
         """Write a token's keys and values to the buffers."""
-        keys, values = self.own[layer]
+        keys, values = self.completion_kv[layer]
         keys[:, :, self.length - 1] = k_RK1D[:, :, 0]
         values[:, :, self.length - 1] = v_RK1D[:, :, 0]
 
@@ -294,7 +294,7 @@ class ForkedCache:
         for x_RKND, prompts_UKPD, buffer in zip(
             (k_RKND, v_RKND),
             self.prompts[layer],
-            self.own[layer],
+            self.completion_kv[layer],
             strict=True,
         ):
             own = buffer[:, :, : self.length]
@@ -363,8 +363,8 @@ class ForkedCache:
 
 
 def _merged(
-    own_out_RKgD: Tensor,
-    own_log_z_RKg: Tensor,
+    completion_out_RKgD: Tensor,
+    completion_log_z_RKg: Tensor,
     prompt_out_RKgD: Tensor,
     prompt_log_z_RKg: Tensor,
 ) -> Tensor:
@@ -373,15 +373,15 @@ def _merged(
     ``log_z`` is the log of the sum of ``e^score``. With weights ``e^s / Z``,
     ``out = (Z_prompt out_prompt + Z_own out_own) / (Z_prompt + Z_own)``.
     """
-    dtype = own_log_z_RKg.dtype
-    log_ratio_RKg = prompt_log_z_RKg - own_log_z_RKg
+    dtype = completion_log_z_RKg.dtype
+    log_ratio_RKg = prompt_log_z_RKg - completion_log_z_RKg
     prompt_share_RKg = torch.sigmoid(log_ratio_RKg)
     out_RKgD = torch.lerp(
-        own_out_RKgD.to(dtype),
+        completion_out_RKgD.to(dtype),
         prompt_out_RKgD.to(dtype),
         prompt_share_RKg[..., None],
     )
-    return out_RKgD.to(own_out_RKgD.dtype)
+    return out_RKgD.to(completion_out_RKgD.dtype)
 
 
 def _cpu_attention(

@@ -132,7 +132,7 @@ def pack(
     source_N = torch.cat(sources).to(device)
     id_N = sequence_ids_BS.flatten()[source_N]
     position_N = source_N % S
-    padding = few_sizes(len(id_N)) - len(id_N)
+    padding = round_up_to_bucket(len(id_N)) - len(id_N)
     sizes.append(padding)
     return PackedLayout(
         ids_1N=F.pad(id_N, (0, padding))[None],
@@ -154,7 +154,7 @@ def pack_prompts(prompts: Sequence[Sequence[int]], device: torch.device | str) -
     return pack(ids_BS, lengths, [1] * U, range(U))
 
 
-def few_sizes(size: int) -> int:
+def round_up_to_bucket(size: int) -> int:
     """The size rounded up to one of 16 per power of two, at most 1/16 larger.
 
     On the CPU, oneDNN keeps a kernel and its working memory for each shape.

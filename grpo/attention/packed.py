@@ -1,4 +1,5 @@
-"""Attention over a packed row (:mod:`grpo.attention.layout`), and the switch that makes a model use it.
+"""Attention over a packed row (:mod:`grpo.attention.layout`), and the switch that makes a model use
+it.
 
 Only attention mixes the tokens of a row; every other layer of a transformers model works on single
 tokens and needs no change. Attention over the packed row is one kernel call for the prompts, and
@@ -111,8 +112,8 @@ def _attention_forward(
     """The function that transformers calls in every attention layer.
 
     With ``packed``: attention over a packed row; with ``forked`` too: the same over prompts, whose
-    keys and values go into the cache; with ``forked`` alone: more tokens per row; with neither: SDPA.
-    """
+    keys and values go into the cache; with ``forked`` alone: more tokens per row; with neither:
+    SDPA."""
     if packed is None and forked is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     for name in ("sliding_window", "softcap", "s_aux", "position_bias"):
@@ -144,7 +145,8 @@ def packed_hidden(
     packed: PackedLayout,
     forked: ForkedCache | None = None,
 ) -> Tensor:
-    """Last hidden states ``[N, hidden]`` of a packed row; the prompts' keys and values go into ``forked``."""
+    """Last hidden states ``[N, hidden]`` of a packed row; the prompts' keys and values go into
+    ``forked``."""
     hidden_1NH = forked_hidden(
         backbone,
         packed.ids_1N,
@@ -193,7 +195,8 @@ def packing_enabled(model: nn.Module) -> bool:
 
 
 def enable_packing(model: nn.Module) -> str | None:
-    """Switch a model to packed and forked attention, or return why its configuration does not allow it.
+    """Switch a model to packed and forked attention, or return why its configuration does not allow
+    it.
 
     :func:`grpo.rollout.check_model` compares what the model then computes.
     """

@@ -10,11 +10,11 @@ import torch
 def ieee_fp32() -> Iterator[None]:
     """Inside the block, CUDA multiplies fp32 matrices in fp32; afterwards as it was told before.
 
-    TF32, which a program or a container (``TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1``) may have switched on for products and
-    PyTorch switches on for convolutions, has 10 bits of mantissa: checks that compare two ways to compute a layer would
-    fail.
-    """
-    # PyTorch's kernels read `fp32_precision`. The older `allow_tf32` cannot be read after it has been set.
+    TF32, which a program or a container (``TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1``) may have switched
+    on for products and PyTorch switches on for convolutions, has 10 bits of mantissa: checks that
+    compare two ways to compute a layer would fail."""
+    # PyTorch's kernels read `fp32_precision`. The older `allow_tf32` cannot be read after it has
+    # been set.
     settings = (torch.backends.cuda.matmul, torch.backends.cudnn.conv)
     before = [setting.fp32_precision for setting in settings]
     try:

@@ -15,7 +15,8 @@ from grpo.telemetry.reporter import Reporter
 
 @dataclass
 class Progress:
-    """The progress of a run: all that a checkpoint must save beside weights, optimizer and reference."""
+    """The progress of a run: all that a checkpoint must save beside weights, optimizer and
+    reference."""
 
     step: int = 0
     """Steps that are complete."""
@@ -32,11 +33,13 @@ class Progress:
     evaluated_step: int | None = None
     """The step of the newest complete evaluation."""
     tokens_per_microbatch: int | None = None
-    """A dry run's choice where the default of ``optim.tokens_per_microbatch`` does not fit in memory; else None."""
+    """A dry run's choice where the default of ``optim.tokens_per_microbatch`` does not fit in
+    memory; else None."""
     tokens_in_flight: int | None = None
     """The same for ``rollout.tokens_in_flight``."""
     mid_update = False
-    """True from the first change of the weights to the end of the step, between two states. Not saved."""
+    """True from the first change of the weights to the end of the step, between two states. Not
+    saved."""
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> "Progress":
@@ -53,21 +56,23 @@ class Progress:
 
 
 def how_to_continue(config: Config) -> str:
-    """The last words of a message about a checkpoint: the command (or call of ``train``) that continues the run."""
+    """The last words of a message about a checkpoint: the command (or call of ``train``) that
+    continues the run."""
     setting = " with checkpoint.resume=auto" if config.checkpoint.resume == "never" else ""
     return f"the same command or call{setting} continues from there"
 
 
 @dataclass
 class Saver:
-    """Writes checkpoints of one run, always of a complete step: never while ``progress.mid_update`` is true.
+    """Writes checkpoints of one run, always of a complete step: never while ``progress.mid_update``
+    is true.
 
-    The main rank has the whole state and writes alone, maybe in a thread. Under FSDP all ranks write together.
-    """
+    The main rank has the whole state and writes alone, maybe in a thread. Under FSDP all ranks
+    write together."""
 
     config: Config
     world: World
-    trained: checkpoint.Trained
+    trained: checkpoint.TrainedTensors
     reporter: Reporter
     progress: Progress
     max_steps: int
@@ -77,10 +82,13 @@ class Saver:
     def __post_init__(self) -> None:
         self.saved_step = self.progress.step
         """The step of the newest checkpoint, or of the start."""
-        self.is_collective = self.config.runtime.parallel == "fsdp" and not self.world.is_alone
+        self.is_collective = (
+            self.config.runtime.parallel == "fsdp" and not self.world.is_single_process
+        )
 
     def save_if_due(self, evaluation: dict[str, float]) -> None:
-        """Save at the last step, every ``save_steps`` steps, or after the best evaluation so far."""
+        """Save at the last step, every ``save_steps`` steps, or after the best evaluation so
+        far."""
         settings = self.config.checkpoint
         step = self.progress.step
         best = self.progress.best
@@ -93,7 +101,8 @@ class Saver:
             self.save()
 
     def save(self, folder: Path | None = None) -> None:
-        """Write a checkpoint of the newest complete step; it raises on all ranks if it fails on one.
+        """Write a checkpoint of the newest complete step; it raises on all ranks if it fails on
+        one.
 
         Args:
             folder: default ``output_dir``.
@@ -115,7 +124,8 @@ class Saver:
             self.save()
 
     def try_saving(self) -> None:
-        """Save before the first step and delete it: what cannot be saved, or a full disk, shows now."""
+        """Save before the first step and delete it: what cannot be saved, or a full disk, shows
+        now."""
         trial = Path(self.config.output_dir, ".partial-checkpoint-trial")
         try:
             self.save(trial)
@@ -124,7 +134,8 @@ class Saver:
                 shutil.rmtree(trial, ignore_errors=True)
 
     def rescue(self) -> str | None:
-        """After a failure, on the main rank without the others: save the newest complete step; a note on it."""
+        """After a failure, on the main rank without the others: save the newest complete step; a
+        note on it."""
         step = self.progress.step
         if self.config.debug or not self.world.is_main or step == self.saved_step:
             return None
@@ -143,7 +154,7 @@ class Saver:
             folder or self.config.output_dir,
             progress.step,
             trained=self.trained,
-            world=self.world if self.is_collective else checkpoint.ALONE,
+            world=self.world if self.is_collective else checkpoint.SINGLE_PROCESS,
             state=state,
             keep=self.config.checkpoint.keep,
             best_step=progress.best and progress.best["step"],

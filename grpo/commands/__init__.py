@@ -1,1 +1,2 @@
-"""The commands that ``python -m grpo.chat``, ``data``, ``evaluation``, ``merge``, ``report`` and ``sweep`` run."""
+"""The commands that ``python -m grpo.chat``, ``data``, ``evaluation``, ``merge``, ``report`` and
+``sweep`` run."""

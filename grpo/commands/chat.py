@@ -1,12 +1,12 @@
 """Talk to a model, or print samples of one prompt with their rewards.
 
-    python -m grpo.chat --model runs/tiny_arithmetic/checkpoint-150
-    python -m grpo.chat --model runs/tiny_arithmetic/checkpoint-150 --prompt "17+25=" --samples 8 --column answer=42
-    python -m grpo.chat --model Qwen/Qwen2.5-0.5B-Instruct --prompt "What is 17+25?"
+    python -m grpo.chat --model runs/tiny_arithmetic/checkpoint-150 python -m grpo.chat --model
+    runs/tiny_arithmetic/checkpoint-150 --prompt "17+25=" --samples 8 --column answer=42 python -m
+    grpo.chat --model Qwen/Qwen2.5-0.5B-Instruct --prompt "What is 17+25?"
 
-Prompts are rendered, sampled and scored as in the run that wrote the checkpoint, or with --config. A model without a
-run gets the prompt alone, and no rewards are computed without --column.
-Where the dataset's prompts are lists of messages and a reward reads messages, add data.conversational=true.
+Prompts are rendered, sampled and scored as in the run that wrote the checkpoint, or with --config.
+A model without a run gets the prompt alone, and no rewards are computed without --column. Where the
+dataset's prompts are lists of messages and a reward reads messages, add data.conversational=true.
 """
 
 import contextlib
@@ -33,13 +33,13 @@ from grpo.distributed import start_world
 from grpo.rewards import RewardRunner
 from grpo.rewards.scores import score_groups
 from grpo.run.records import Sampler
-from grpo.system import printable, survive_lost_readers
+from grpo.system import ignore_broken_pipes, printable
 from grpo.turns.tools import Tools
 
 
 @command
 def main(argv: list[str]) -> None:
-    survive_lost_readers()
+    ignore_broken_pipes()
     parser = command_parser("chat", __doc__)
     add = parser.add_argument
     add("--model", required=True, help="checkpoint, any Hugging Face folder or id, or builtin:tiny")
@@ -99,7 +99,8 @@ def _sample(
     num_samples: int,
     turn: int = 0,
 ) -> Group:
-    """Sample completions of one prompt. ``ValueError`` if prompt and completion together exceed the model's context."""
+    """Sample completions of one prompt. ``ValueError`` if prompt and completion together exceed the
+    model's context."""
     config = sampler.config
     policy = sampler.engine.policy
     longest = (policy.context_length or 10**9) - config.rollout.max_completion_length
@@ -127,7 +128,9 @@ def talk(sample: Callable[..., Group]) -> None:
             continue
         messages.append({"role": "user", "content": line.rstrip("\n")})
         (completion,) = sample(messages, {}, 1, turn).completions
-        messages += getattr(completion, "messages", None) or [{"role": "assistant", "content": completion.text}]
+        messages += getattr(completion, "messages", None) or [
+            {"role": "assistant", "content": completion.text}
+        ]
         print(printable(completion.transcript), flush=True)
 
 

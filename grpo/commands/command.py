@@ -9,7 +9,8 @@ from grpo.telemetry.terminal import print_user_error
 
 
 def command_parser(name: str, description: str) -> argparse.ArgumentParser:
-    """The parser of ``python -m grpo.NAME``, which takes a configuration and keys of it beside its options."""
+    """The parser of ``python -m grpo.NAME``, which takes a configuration and keys of it beside its
+    options."""
     parser = argparse.ArgumentParser(
         prog=f"python -m grpo.{name}",
         usage="%(prog)s [options] [section.key=value ...]",
@@ -23,7 +24,8 @@ def command_parser(name: str, description: str) -> argparse.ArgumentParser:
 
 
 def command(main: Callable[[list[str]], int | None]) -> Callable[[list[str]], int]:
-    """Decorator: the exit code of ``main(argv)``; a ``ValueError`` or ``OSError`` is printed as a user's mistake."""
+    """Decorator: the exit code of ``main(argv)``; a ``ValueError`` or ``OSError`` is printed as a
+    user's mistake."""
 
     @functools.wraps(main)
     def run(argv: list[str]) -> int:

@@ -1,7 +1,7 @@
 """Print the first prompts as the model will read them, without loading the model.
 
-    python -m grpo.data --config configs/tiny_arithmetic.yaml
-    python -m grpo.data --config configs/X.yaml data.system_prompt="Think, then answer." data.max_prompt_length=256
+    python -m grpo.data --config configs/tiny_arithmetic.yaml python -m grpo.data --config
+    configs/X.yaml data.system_prompt="Think, then answer." data.max_prompt_length=256
 
 Then come the numbers of rows that are used and left out.
 """
@@ -15,7 +15,7 @@ from grpo.commands.command import command, command_parser
 from grpo.commands.models import find_tokenizer
 from grpo.config import config_of_models
 from grpo.data import ProblemSet, Rows, count_shared, load_rows, make_problems
-from grpo.system import printable, survive_lost_readers
+from grpo.system import ignore_broken_pipes, printable
 from grpo.turns.tools import Tools
 
 NUM_PROMPTS = 3
@@ -23,7 +23,7 @@ NUM_PROMPTS = 3
 
 @command
 def main(argv: list[str]) -> None:
-    survive_lost_readers()
+    ignore_broken_pipes()
     options, overrides = command_parser("data", __doc__).parse_known_args(argv)
     config, _ = config_of_models([], options.config, overrides)
     _, tokenizer = find_tokenizer(config, config.model.name_or_path)
@@ -50,7 +50,8 @@ def main(argv: list[str]) -> None:
 
 
 def preview(rows: Rows, found: ProblemSet, tokenizer: Any) -> Iterator[str]:
-    """The first prompts of a split as in the first step (before an environment's ``reset``), and its counts."""
+    """The first prompts of a split as in the first step (before an environment's ``reset``), and
+    its counts."""
     problems = found.problems
     for problem in problems[:NUM_PROMPTS]:
         yield f"--- prompt of {rows.place_of(problem.index)}, {len(problem.prompt_ids)} tokens"

@@ -1,17 +1,17 @@
 """Evaluate models with the configuration of a run, outside training.
 
-    python -m grpo.evaluation --model runs/X/checkpoint-150
-    python -m grpo.evaluation --model runs/X/checkpoint-150 rollout.engine=vllm
-    python -m grpo.evaluation --model BEFORE --model runs/X/checkpoint-150 eval.num_samples=8 eval.temperature=1
-    torchrun --nproc_per_node=8 -m grpo.evaluation --config X.yaml --model FOLDER
+    python -m grpo.evaluation --model runs/X/checkpoint-150 python -m grpo.evaluation --model
+    runs/X/checkpoint-150 rollout.engine=vllm python -m grpo.evaluation --model BEFORE --model
+    runs/X/checkpoint-150 eval.num_samples=8 eval.temperature=1 torchrun --nproc_per_node=8 -m
+    grpo.evaluation --config X.yaml --model FOLDER
 
-Data, prompts, rewards, seed and the section `eval` come from the configuration, and with the built-in engine the
-completions are the same as in the evaluations of the training loop. Without --config it is the configuration of the run
-that wrote the checkpoint (with several models: the first that has one), without such a run the defaults.
+Data, prompts, rewards, seed and the section `eval` come from the configuration, and with the
+built-in engine the completions are the same as in the evaluations of the training loop. Without
+--config it is the configuration of the run that wrote the checkpoint (with several models: the
+first that has one), without such a run the defaults.
 
-The command prints each metric with its 95% interval and count, and writes every problem with its completions and their
-results to OUTPUT_DIR/evaluation.json (or --output).
-"""
+The command prints each metric with its 95% interval and count, and writes every problem with its
+completions and their results to OUTPUT_DIR/evaluation.json (or --output)."""
 
 import contextlib
 import json
@@ -30,24 +30,31 @@ from grpo.evaluation.grading import Grader, check_reward_names, correctness_note
 from grpo.rewards import RewardRunner
 from grpo.rewards.code import check_rows
 from grpo.rollout import engine_with_weights, split_stop
-from grpo.system import survive_lost_readers, write_atomically
+from grpo.system import ignore_broken_pipes, write_atomically
 from grpo.telemetry.records import json_safe
 from grpo.telemetry.terminal import exit_with_user_error
 from grpo.turns.tools import Tools
 
 
 def main(argv: list[str]) -> int:
-    survive_lost_readers()
+    ignore_broken_pipes()
     parser = command_parser("evaluation", __doc__)
-    parser.add_argument("--model", action="append", default=[], help="folder or Hub id; can be repeated")
+    parser.add_argument(
+        "--model", action="append", default=[], help="folder or Hub id; can be repeated"
+    )
     parser.add_argument("--output", type=Path, metavar="FILE", help="the JSON file to write")
     options, overrides = parser.parse_known_args(argv)
     world = None
     try:
-        config, saved = config_of_models(options.model, options.config, [*BUILTIN_ENGINE, *overrides])
+        config, saved = config_of_models(
+            options.model, options.config, [*BUILTIN_ENGINE, *overrides]
+        )
         world = start_world(config.runtime)
         if saved and world.is_main:
-            print(f"config    {saved}, of the run; --config FILE or section.key=value changes it", flush=True)
+            print(
+                f"config    {saved}, of the run; --config FILE or section.key=value changes it",
+                flush=True,
+            )
         output = options.output or Path(config.output_dir) / "evaluation.json"
         run(config, options.model or [config.model.name_or_path], output, world)
     except (ValueError, OSError, OtherRankFailed) as error:
@@ -68,7 +75,9 @@ def run(config: Config, models: list[str], output: Path, world: World) -> list[E
                 has_environment=bool(config.environment),
             )
             if rows is None:
-                raise ValueError("the configuration names no evaluation data: set data.eval_split or data.eval_dataset")
+                raise ValueError(
+                    "the configuration names no evaluation data: set data.eval_split or data.eval_dataset"
+                )
             rewards.check(rows.columns[0], f"the rows of {rows.source}")
             check_rows(
                 rewards.specs,

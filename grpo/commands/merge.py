@@ -1,10 +1,12 @@
-"""Add a LoRA adapter to the weights of its model: a Hugging Face folder that every program loads without peft.
+"""Add a LoRA adapter to the weights of its model: a Hugging Face folder that every program loads
+without peft.
 
-    python -m grpo.merge runs/X                                the newest checkpoint of a run, into its folder merged/
-    python -m grpo.merge runs/X/checkpoint-100 --output DIR    any folder with adapter_config.json
+    python -m grpo.merge runs/X                                the newest checkpoint of a run, into
+    its folder merged/ python -m grpo.merge runs/X/checkpoint-100 --output DIR    any folder with
+    adapter_config.json
 
-The model's own weights are read again from where the adapter's configuration says; peft adds the adapter in fp32.
-"""
+The model's own weights are read again from where the adapter's configuration says; peft adds the
+adapter in fp32."""
 
 import argparse
 from pathlib import Path
@@ -12,20 +14,24 @@ from pathlib import Path
 from grpo.checkpoint import format as checkpoint
 from grpo.commands.command import command
 from grpo.model import is_adapter, write_merged
-from grpo.system import survive_lost_readers
+from grpo.system import ignore_broken_pipes
 
 
 @command
 def main(argv: list[str]) -> None:
-    survive_lost_readers()
+    ignore_broken_pipes()
     parser = argparse.ArgumentParser(
         prog="python -m grpo.merge",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("folder", metavar="RUN_OR_CHECKPOINT", type=Path)
-    parser.add_argument("--output", metavar="DIR", type=Path, help="default: merged/ in the checkpoint")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the model")
+    parser.add_argument(
+        "--output", metavar="DIR", type=Path, help="default: merged/ in the checkpoint"
+    )
+    parser.add_argument(
+        "--trust-remote-code", action="store_true", help="run Python code that comes with the model"
+    )
     options = parser.parse_args(argv)
     folder = options.folder
     adapter = folder if is_adapter(folder) else checkpoint.find_newest_valid(folder)

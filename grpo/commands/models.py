@@ -16,7 +16,8 @@ from grpo.turns.tools import Tools
 from grpo.vllm import build_engine
 
 BUILTIN_ENGINE = ("rollout.engine=builtin", "rollout.server=start")
-"""Comes before the arguments of the user, since a model may be sampled from without the servers of its run."""
+"""Comes before the arguments of the user, since a model may be sampled from without the servers of
+its run."""
 
 
 def open_rewards(
@@ -60,7 +61,8 @@ def load_engine(
     tools: Tools | None,
     longest: int = 0,
 ) -> Engine:
-    """The engine of the model at ``path``, with the settings of its run. All ranks call it together.
+    """The engine of the model at ``path``, with the settings of its run. All ranks call it
+    together.
 
     Args:
         longest: the most tokens of a prompt and its completion; 0: not known.

@@ -8,7 +8,7 @@ from pathlib import Path
 from grpo.commands.command import command
 from grpo.report.page import build_page
 from grpo.report.read import RunData, read_run
-from grpo.system import survive_lost_readers, write_atomically
+from grpo.system import ignore_broken_pipes, write_atomically
 
 RELOAD_S = 5
 """Seconds between two pages with ``--watch``, and between two reloads of the open page."""
@@ -16,14 +16,33 @@ RELOAD_S = 5
 
 @command
 def main(argv: list[str]) -> None:
-    survive_lost_readers()
+    ignore_broken_pipes()
     description = "Write one HTML file that shows a run or compares several."
     parser = argparse.ArgumentParser(prog="python -m grpo.report", description=description)
     add = parser.add_argument
-    add("runs", nargs="+", metavar="RUN", type=Path, help="output_dir of a run; the run may still be going on")
-    add("--output", type=Path, help="default: report.html in the run's folder; of several runs, in the current folder")
-    add("--watch", action="store_true", help="rewrite the file while the run goes on; the open page reloads itself")
-    add("--max-samples", type=int, default=400, help="number of completions shown per run (default 400)")
+    add(
+        "runs",
+        nargs="+",
+        metavar="RUN",
+        type=Path,
+        help="output_dir of a run; the run may still be going on",
+    )
+    add(
+        "--output",
+        type=Path,
+        help="default: report.html in the run's folder; of several runs, in the current folder",
+    )
+    add(
+        "--watch",
+        action="store_true",
+        help="rewrite the file while the run goes on; the open page reloads itself",
+    )
+    add(
+        "--max-samples",
+        type=int,
+        default=400,
+        help="number of completions shown per run (default 400)",
+    )
     options = parser.parse_args(argv)
     folder = options.runs[0] if len(options.runs) == 1 else Path()
     output = options.output or folder / "report.html"
@@ -37,7 +56,9 @@ def main(argv: list[str]) -> None:
                 break
             time.sleep(RELOAD_S)
     runs = _write(options, output, None)  # this page reloads itself no more
-    print(f"{output}: {len(runs)} run(s), {output.stat().st_size / 1e6:.1f} MB; open it in a browser")
+    print(
+        f"{output}: {len(runs)} run(s), {output.stat().st_size / 1e6:.1f} MB; open it in a browser"
+    )
 
 
 def _write(

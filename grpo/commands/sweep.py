@@ -1,17 +1,19 @@
-"""Train a configuration with several values of some keys and several seeds, and compare the results.
+"""Train a configuration with several values of some keys and several seeds, and compare the
+results.
 
-    python -m grpo.sweep --config configs/X.yaml --vary algorithm.scale=group,none --vary algorithm.beta=0,0.04
-    python -m grpo.sweep --config configs/X.yaml --one-at-a-time --vary algorithm.beta=0.1 --vary algorithm.scale=none
+    python -m grpo.sweep --config configs/X.yaml --vary algorithm.scale=group,none --vary
+    algorithm.beta=0,0.04 python -m grpo.sweep --config configs/X.yaml --one-at-a-time --vary
+    algorithm.beta=0.1 --vary algorithm.scale=none
 
-All combinations of the values run, each with every seed, one run after the other; with --one-at-a-time the
-configuration as it is (`base`) and each value alone. All are checked before the first one starts. Values are read as
-YAML; a comma inside brackets or quotes belongs to its value.
+All combinations of the values run, each with every seed, one run after the other; with
+--one-at-a-time the configuration as it is (`base`) and each value alone. All are checked before the
+first one starts. Values are read as YAML; a comma inside brackets or quotes belongs to its value.
 
-OUTPUT/<variant>,seed=<n>/ is an ordinary run, OUTPUT/<variant>,seed=<n>.log what it printed. OUTPUT/sweep.md and
-sweep.csv compare the variants: the mean of each metric over the seeds, and its difference to the first variant with the
-same seeds. The same command continues a sweep that was stopped: each run goes on from its newest checkpoint. A run that
-fails stops no other; it is named at the end, and the exit status is 1.
-"""
+OUTPUT/<variant>,seed=<n>/ is an ordinary run, OUTPUT/<variant>,seed=<n>.log what it printed.
+OUTPUT/sweep.md and sweep.csv compare the variants: the mean of each metric over the seeds, and its
+difference to the first variant with the same seeds. The same command continues a sweep that was
+stopped: each run goes on from its newest checkpoint. A run that fails stops no other; it is named
+at the end, and the exit status is 1."""
 
 import functools
 import itertools
@@ -40,7 +42,7 @@ from grpo.config import (
 from grpo.library import PAGE
 from grpo.report.read import read_run
 from grpo.run.user_functions import load_user_functions
-from grpo.system import end_with_parent, survive_lost_readers
+from grpo.system import end_with_parent, ignore_broken_pipes
 
 
 @dataclass(frozen=True)
@@ -60,14 +62,26 @@ class SweptRun:
 
 @command
 def main(argv: list[str]) -> int:
-    survive_lost_readers()
+    ignore_broken_pipes()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
     parser = command_parser("sweep", __doc__)
     add = parser.add_argument
-    add("--vary", action="append", default=[], metavar="KEY=VALUE,...", help="a key and the values to try")
+    add(
+        "--vary",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE,...",
+        help="a key and the values to try",
+    )
     add("--seeds", default="0,1,2", help="seeds of each variant (default 0,1,2)")
-    add("--one-at-a-time", action="store_true", help="`base` and each value alone, instead of all combinations")
-    add("--output", type=Path, metavar="DIR", help="default: runs/sweep-<name of the configuration>")
+    add(
+        "--one-at-a-time",
+        action="store_true",
+        help="`base` and each value alone, instead of all combinations",
+    )
+    add(
+        "--output", type=Path, metavar="DIR", help="default: runs/sweep-<name of the configuration>"
+    )
     add("--table-only", action="store_true", help="compare the runs that are complete; run nothing")
     options, overrides = parser.parse_known_args(argv)
     if options.config is None:
@@ -82,7 +96,9 @@ def main(argv: list[str]) -> int:
     )
 
     failed = []
-    results = {run.variant: {} for run in runs}  # the first variant stays first, also if its first run fails
+    results = {
+        run.variant: {} for run in runs
+    }  # the first variant stays first, also if its first run fails
     for number, run in enumerate(runs, 1):
         if not options.table_only:
             print(f"run {number} of {len(runs)}: {run.log}", flush=True)
@@ -105,7 +121,8 @@ def main(argv: list[str]) -> int:
 
 
 def read_varied(items: Sequence[str]) -> list[list[str]]:
-    """``section.key=value,value`` of each ``--vary`` as ``[section.key=value, ...]``, one list a key."""
+    """``section.key=value,value`` of each ``--vary`` as ``[section.key=value, ...]``, one list a
+    key."""
     varied: dict[str, list[str]] = {}
     for item in items:
         key, _, rest = item.partition("=")
@@ -115,7 +132,9 @@ def read_varied(items: Sequence[str]) -> list[list[str]]:
         except yaml.YAMLError:
             nodes = []
         if not nodes:
-            raise ConfigError(f"--vary {item}: write section.key=value,value,... with values in YAML")
+            raise ConfigError(
+                f"--vary {item}: write section.key=value,value,... with values in YAML"
+            )
         for node in nodes:
             value = text[node.start_mark.index : node.end_mark.index]
             varied.setdefault(key, []).append(f"{key}={value}")
@@ -130,7 +149,8 @@ def make_plan(
     *,
     one_at_a_time: bool,
 ) -> list[SweptRun]:
-    """All runs, seed by seed: each combination of the values or, with ``one_at_a_time``, ``base`` and each value alone.
+    """All runs, seed by seed: each combination of the values or, with ``one_at_a_time``, ``base``
+    and each value alone.
 
     Args:
         base: the training script's arguments for all runs.
@@ -157,14 +177,17 @@ def make_plan(
             # The run itself refuses all other settings that change what it computes.
             has_checkpoint = any(folder.glob("checkpoint-*"))
             if has_checkpoint and make_config(folder / "config.yaml").eval != config.eval:
-                raise ConfigError(f"{folder} has evaluations with other settings: use another --output")
+                raise ConfigError(
+                    f"{folder} has evaluations with other settings: use another --output"
+                )
             log = output / f"{folder.name}.log"
             runs.append(SweptRun(name, seed, folder, log, arguments, config))
     return runs
 
 
 def variant_names(variants: Sequence[Sequence[str]]) -> list[str]:
-    """Names that a person can read and a folder can have: ``scale=none,beta=0.1``; secrets are masked."""
+    """Names that a person can read and a folder can have: ``scale=none,beta=0.1``; secrets are
+    masked."""
     names: list[str] = []
     for changes in variants:
         text = ",".join(map(masked_argument, changes)) or "base"
@@ -192,7 +215,9 @@ def train(run: SweptRun) -> int:
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,  # Ctrl-C reaches the run once, through the sweep
-            preexec_fn=functools.partial(end_with_parent, signal.SIGTERM),  # it saves if the sweep is killed
+            preexec_fn=functools.partial(
+                end_with_parent, signal.SIGTERM
+            ),  # it saves if the sweep is killed
         )
     try:
         return process.wait()

@@ -1,4 +1,5 @@
-"""The results of a sweep: each metric of each variant, and its difference to the first one with the same seeds."""
+"""The results of a sweep: each metric of each variant, and its difference to the first one with the
+same seeds."""
 
 import fnmatch
 import math
@@ -25,8 +26,8 @@ SHOWN = (
 )
 """The metrics of the table in its order; the CSV file has all."""
 STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
-"""97.5% quantiles of Student's t distribution with 1 to 10 degrees of freedom. For more the last one is taken, which
-makes intervals up to 14% too wide."""
+"""97.5% quantiles of Student's t distribution with 1 to 10 degrees of freedom. For more the last
+one is taken, which makes intervals up to 14% too wide."""
 CAPTION = f"""
 Mean over the seeds ± half of its 95% interval. The difference is the mean over the seeds of the variant minus the
 first variant with the same seed; an interval without 0 tells the two apart. Student's t, n - 1 degrees of freedom;
@@ -34,7 +35,8 @@ one seed has no interval. Evaluations: the last one. Other metrics: mean of the 
 """
 
 Results = dict[str, dict[int, list[dict[str, Any]]]]
-"""Variant -> seed -> the lines of ``metrics.jsonl``; the base, to which all are compared, comes first."""
+"""Variant -> seed -> the lines of ``metrics.jsonl``; the base, to which all are compared, comes
+first."""
 
 
 def write_results(output: Path, results: Results) -> None:
@@ -77,7 +79,8 @@ def compare(results: Results) -> pandas.DataFrame:
 
 
 def half_width(numbers: pandas.DataFrame) -> pandas.Series:
-    """Half of the 95% interval of each row's mean; NaN for fewer than two numbers, which have no s.d."""
+    """Half of the 95% interval of each row's mean; NaN for fewer than two numbers, which have no
+    s.d."""
     n = numbers.count(axis=1)
     quantiles = n.map(lambda count: STUDENT[min(count - 2, len(STUDENT) - 1)])
     return quantiles * numbers.std(axis=1) / n**0.5
@@ -97,7 +100,9 @@ def as_markdown(rows: pandas.DataFrame, base: str) -> str:
                 difference = _cell(row.difference, row.difference_95, sign="+")
                 if row.variant == base:
                     difference = ""
-                lines.append(f"| {metric:24} | {row.variant:{width}} | {row.seeds:5} | {mean:22} | {difference:22} |")
+                lines.append(
+                    f"| {metric:24} | {row.variant:{width}} | {row.seeds:5} | {mean:22} | {difference:22} |"
+                )
     return "\n".join(lines) + "\n" + CAPTION
 
 

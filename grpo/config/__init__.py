@@ -1,4 +1,5 @@
-"""The configuration of a run: its keys, how YAML and ``section.key=value`` fill them, and checks. Imports no torch."""
+"""The configuration of a run: its keys, how YAML and ``section.key=value`` fill them, and checks.
+Imports no torch."""
 
 from grpo.config.algorithm import PRESETS, AlgorithmConfig
 from grpo.config.arguments import (

@@ -1,4 +1,5 @@
-"""Names from elsewhere for keys of the configuration: short ones, and TRL's (docs/from_trl.md has all).
+"""Names from elsewhere for keys of the configuration: short ones, and TRL's (docs/from_trl.md has
+all).
 
 Some are sections, to which a user may give one value: ``model="Qwen/Qwen2.5-0.5B"``.
 """
@@ -85,5 +86,5 @@ OTHER_NAMES = {
     "vllm_importance_sampling_cap": "algorithm.sampler_correction_max",
     "multi_objective_aggregation": "algorithm.name=gdpo normalizes each reward before their sum",
 }
-"""Name without its section -> the key to use instead, or a sentence if there are several. Not those without any, nor
-those whose nearest key is the right one."""
+"""Name without its section -> the key to use instead, or a sentence if there are several. Not those
+without any, nor those whose nearest key is the right one."""

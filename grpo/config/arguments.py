@@ -1,4 +1,5 @@
-"""Read a configuration from the command line, a YAML file, Python values, or the folder of a checkpoint."""
+"""Read a configuration from the command line, a YAML file, Python values, or the folder of a
+checkpoint."""
 
 import argparse
 import json
@@ -27,14 +28,15 @@ def load_config(
     default_file: str | Path | None = None,
     default_values: dict[str, Any] | None = None,
 ) -> Config:
-    """Read a configuration, ``["--config", "file.yaml", "section.key=value", "--debug"]`` for example, and check it.
+    """Read a configuration, ``["--config", "file.yaml", "section.key=value", "--debug"]`` for
+    example, and check it.
 
-    A later override wins over an earlier one, overrides win over the file, and the file wins over the defaults.
+    A later override wins over an earlier one, overrides win over the file, and the file wins over
+    the defaults.
 
-    Args:
-        argv: command line arguments, without the program's name.
-        default_file: YAML file to read, with a note on the console, if ``argv`` names none.
-        default_values: nested values to begin with if there is no file; None: the defaults of the schema.
+    Args: argv: command line arguments, without the program's name. default_file: YAML file to read,
+        with a note on the console, if ``argv`` names none. default_values: nested values to begin
+        with if there is no file; None: the defaults of the schema.
 
     Raises:
         ConfigError: one line per mistake. ``SystemExit`` with code 0 after ``--help``.
@@ -73,8 +75,8 @@ def make_config(
 ) -> Config:
     """Read a configuration from Python values, and check it.
 
-    Args:
-        source: a mapping, nested or with dotted keys (``{"optim.max_steps": 5}``), a YAML file, or a configuration;
+    Args: source: a mapping, nested or with dotted keys (``{"optim.max_steps": 5}``), a YAML file,
+        or a configuration;
             None: the defaults.
         more: mappings of the same form. The values of a later one win.
     """
@@ -116,10 +118,11 @@ def _checked(values: dict[str, Any]) -> Config:
 
 
 def _as_given(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values that a saved configuration was made from: those of its entry ``given``, if it has one.
+    """The values that a saved configuration was made from: those of its entry ``given``, if it has
+    one.
 
-    ConfigError if the other values are not those that follow from the entry: nobody can tell which the user means.
-    """
+    ConfigError if the other values are not those that follow from the entry: nobody can tell which
+    the user means."""
     sections: dict[str, Any] = {}
     _merge(values, sections)
     given = sections.pop("given", None)
@@ -132,7 +135,8 @@ def _as_given(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _value_of(key: str, text: str) -> Any:
-    """The value of ``key=text`` on the command line: YAML, and a plain text where the key takes one."""
+    """The value of ``key=text`` on the command line: YAML, and a plain text where the key takes
+    one."""
     field = keys_of(Config).get(key)
     takes_text = field is not None and type_name(field.annotation) in ("str", "str | none")
     is_quoted = text.startswith(("'", '"'))
@@ -142,7 +146,8 @@ def _value_of(key: str, text: str) -> Any:
 
 
 def mask_command_line() -> None:
-    """Mask the secrets of ``section.key=value`` in ``sys.argv``, which ``starts.jsonl`` and wandb record."""
+    """Mask the secrets of ``section.key=value`` in ``sys.argv``, which ``starts.jsonl`` and wandb
+    record."""
     sys.argv[:] = map(masked_argument, sys.argv)
 
 
@@ -169,7 +174,8 @@ def read_config_file(name: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def read_yaml(text: str, source: str) -> Any:
-    """The value of a YAML text; raises a ``ConfigError`` that names ``source``, line and problem."""
+    """The value of a YAML text; raises a ``ConfigError`` that names ``source``, line and
+    problem."""
     try:
         return yaml.load(text, Loader=_Loader)
     except (yaml.YAMLError, RecursionError) as error:
@@ -205,7 +211,8 @@ def config_of_models(
     *,
     without_run: dict[str, Any] | None = None,
 ) -> tuple[Config, Path | None]:
-    """The configuration for a command that takes models, and the file of the run that it is based on; None: of none.
+    """The configuration for a command that takes models, and the file of the run that it is based
+    on; None: of none.
 
     Args:
         config_file: the argument of ``--config``; None: the configuration of the run that wrote the

@@ -1,4 +1,5 @@
-"""Settings by key, and where their values may differ: between ranks, when a run continues, in a sweep."""
+"""Settings by key, and where their values may differ: between ranks, when a run continues, in a
+sweep."""
 
 from pathlib import Path
 from typing import Any

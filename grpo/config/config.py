@@ -1,4 +1,5 @@
-"""The whole configuration: all sections, values that other settings imply, checks between sections, ``--debug``."""
+"""The whole configuration: all sections, values that other settings imply, checks between sections,
+``--debug``."""
 
 import math
 from operator import attrgetter
@@ -12,7 +13,8 @@ from grpo.config.algorithm import AlgorithmConfig
 from grpo.config.secrets import masked
 
 ENVIRONMENT_ROWS = "environment:prompts"
-"""In place of a dataset's name: the prompts are those of an environment's reset, and the rows are seeds."""
+"""In place of a dataset's name: the prompts are those of an environment's reset, and the rows are
+seeds."""
 
 
 class Config(schema.Section):
@@ -24,11 +26,12 @@ class Config(schema.Section):
     lora: schema.LoraConfig = schema.LoraConfig()
     data: schema.DataConfig = schema.DataConfig()
     tools: list[schema.Tool] = []
-    """Functions that the model may call (docs/tools.md): a list of {name, args}, or of names alone."""
+    """Functions that the model may call (docs/tools.md): a list of {name, args}, or of names
+    alone."""
     tools_format: Literal["auto", "tags"] = "auto"
-    """Form of calls. auto: that of the tokenizer's response template; without one, that in which the chat template
-    writes them, and tags. tags: the tool's only argument between <NAME> and </NAME>, or {"name": .., "arguments": {..}}
-    between <tool_call> and </tool_call>."""
+    """Form of calls. auto: that of the tokenizer's response template; without one, that in which
+    the chat template writes them, and tags. tags: the tool's only argument between <NAME> and
+    </NAME>, or {"name": .., "arguments": {..}} between <tool_call> and </tool_call>."""
     environment: str | None = None
     """Class of an environment (path/to/file.py:Class), of TRL's or of reset/step form."""
     reward: schema.RewardConfig = schema.RewardConfig()
@@ -43,7 +46,8 @@ class Config(schema.Section):
 
     @property
     def debug(self) -> bool:
-        """True with ``--debug``: one process, a few prompts, 2 steps, everything printed and checked."""
+        """True with ``--debug``: one process, a few prompts, 2 steps, everything printed and
+        checked."""
         return self._debug
 
     @property
@@ -58,7 +62,8 @@ class Config(schema.Section):
 
     @property
     def given(self) -> dict[str, Any]:
-        """The values that the user set, nested, without those that a preset or another key implies."""
+        """The values that the user set, nested, without those that a preset or another key
+        implies."""
         values = self.model_dump(exclude_unset=True)
         reward = values.get("reward", {})
         if "functions" in reward:
@@ -71,7 +76,8 @@ class Config(schema.Section):
         return masked(self.model_dump(mode="json"))
 
     def for_saving(self) -> dict[str, Any]:
-        """:meth:`for_writing`, and :attr:`given` as the entry ``given``, from which a later run begins."""
+        """:meth:`for_writing`, and :attr:`given` as the entry ``given``, from which a later run
+        begins."""
         return self.for_writing() | {"given": masked(to_jsonable_python(self.given))}
 
     @model_validator(mode="after")
@@ -116,17 +122,21 @@ def _refusals(config: Config) -> list[tuple[Any, str]]:
             "num_minibatches=1",
         ),
         (
-            algorithm.objective == "dppo_tv" and (algorithm.importance_level != "token" or correction != "none"),
+            algorithm.objective == "dppo_tv"
+            and (algorithm.importance_level != "token" or correction != "none"),
             "algorithm.objective=dppo_tv needs importance_level=token and sampler_correction=none",
         ),
         (
             correction == "geometric_mask"
-            and not {"sampler_correction_min", "sampler_correction_max"} <= algorithm.model_fields_set,
+            and not {"sampler_correction_min", "sampler_correction_max"}
+            <= algorithm.model_fields_set,
             "algorithm.sampler_correction=geometric_mask needs both bounds: set sampler_correction_min=0.99 and "
             "sampler_correction_max=1.01 for example",
         ),
         (
-            not (algorithm.sampler_correction_min or 0) <= 1 <= (algorithm.sampler_correction_max or math.inf),
+            not (algorithm.sampler_correction_min or 0)
+            <= 1
+            <= (algorithm.sampler_correction_max or math.inf),
             "algorithm.sampler_correction_min and _max must lie around 1, the ratio where trainer and sampler agree",
         ),
         (
@@ -134,11 +144,13 @@ def _refusals(config: Config) -> list[tuple[Any, str]]:
             "reward.functions=[]: give at least 1, or an environment that gives a reward",
         ),
         (
-            data.prompt_template and (data.system_prompt or data.question_template or data.few_shot),
+            data.prompt_template
+            and (data.system_prompt or data.question_template or data.few_shot),
             "data.prompt_template takes no system_prompt, question_template and few_shot",
         ),
         (
-            optim.min_lr is not None and optim.lr_scheduler_type not in ("cosine", "cosine_with_min_lr"),
+            optim.min_lr is not None
+            and optim.lr_scheduler_type not in ("cosine", "cosine_with_min_lr"),
             f"optim.min_lr needs lr_scheduler_type=cosine, got {optim.lr_scheduler_type}",
         ),
         (
@@ -180,7 +192,8 @@ def _implied_values(config: Config) -> dict[str, Any]:
     if config.rollout.engine == "vllm" and algorithm.objective != "dppo_tv" and not sets_correction:
         found["algorithm.sampler_correction"] = "token_truncate"
 
-    # DAPO's soft overlong punishment is a reward. The paper punishes the last 4,096 of 20,480 tokens.
+    # DAPO's soft overlong punishment is a reward. The paper punishes the last 4,096 of 20,480
+    # tokens.
     functions = found.get("reward.functions", config.reward.functions)
     names = [function.name for function in functions]
     length = config.rollout.max_completion_length
@@ -192,7 +205,8 @@ def _implied_values(config: Config) -> dict[str, Any]:
 
 
 def check_world_size(config: Config, world_size: int) -> None:
-    """ValueError if so many processes cannot share the problems of a step evenly; it names the numbers that fit."""
+    """ValueError if so many processes cannot share the problems of a step evenly; it names the
+    numbers that fit."""
     prompts = config.rollout.prompts_per_step
     minibatches = config.algorithm.num_minibatches
     runtime = config.runtime
@@ -203,11 +217,15 @@ def check_world_size(config: Config, world_size: int) -> None:
             f"algorithm.num_minibatches={minibatches}: use prompts_per_step={prompts // unit * unit + unit}"
         )
     if runtime.shard_size and world_size > 1 and world_size % runtime.shard_size:
-        raise ValueError(f"runtime.shard_size={runtime.shard_size} does not divide {world_size} processes")
+        raise ValueError(
+            f"runtime.shard_size={runtime.shard_size} does not divide {world_size} processes"
+        )
     if world_size == 1 and runtime.offload != "none" and not config.debug:
         raise ValueError(f"runtime.offload={runtime.offload} needs at least 2 processes")
     if config.debug and world_size > 1:
-        raise ValueError(f"--debug is single-process, but {world_size} processes were started: use nproc_per_node=1")
+        raise ValueError(
+            f"--debug is single-process, but {world_size} processes were started: use nproc_per_node=1"
+        )
 
 
 DEBUG_VALUES = {
@@ -235,7 +253,8 @@ DEBUG_LARGEST = {
 
 
 def debug_changes(config: Config) -> dict[str, Any]:
-    """Keys that ``--debug`` sets, with their values: two small steps in one process, in ``<output_dir>-debug``."""
+    """Keys that ``--debug`` sets, with their values: two small steps in one process, in
+    ``<output_dir>-debug``."""
     changes = DEBUG_VALUES | {"output_dir": f"{config.output_dir.rstrip('/')}-debug"}
     for key, largest in DEBUG_LARGEST.items():
         value = attrgetter(key)(config) or largest

@@ -39,13 +39,16 @@ def keys_of(model: type[BaseModel], prefix: str = "") -> dict[str, FieldInfo]:
 
 
 def help_text(model: type[BaseModel], words: Sequence[str] = ()) -> str:
-    """The keys that contain one of the words, with type, default and meaning; without words the usage and all keys."""
+    """The keys that contain one of the words, with type, default and meaning; without words the
+    usage and all keys."""
     lines = []
     keys = keys_of(model)
     for key, field in keys.items():
         if not words or any(word in key for word in words):
             meaning = " ".join(field.description.split())
-            lines.append(f"{key}  ({type_name(field.annotation)}; default {as_yaml(field.default)})")
+            lines.append(
+                f"{key}  ({type_name(field.annotation)}; default {as_yaml(field.default)})"
+            )
             lines.append(f"    {meaning}")
     if not lines:
         raise ValueError(f"--help: {unknown_key(words[0], list(keys))}")
@@ -53,7 +56,8 @@ def help_text(model: type[BaseModel], words: Sequence[str] = ()) -> str:
 
 
 def type_name(annotation: Any) -> str:
-    """A type as a user writes its values: ``float | none``, ``auto | true | false``, ``list[str]``."""
+    """A type as a user writes its values: ``float | none``, ``auto | true | false``,
+    ``list[str]``."""
     origin = typing.get_origin(annotation)
     arguments = typing.get_args(annotation)
     if origin is typing.Annotated:

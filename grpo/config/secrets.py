@@ -1,7 +1,8 @@
-"""Secrets, such as a reward's ``api_key``: masked wherever a run writes, or taken from the environment.
+"""Secrets, such as a reward's ``api_key``: masked wherever a run writes, or taken from the
+environment.
 
-A reference ``${NAME}`` is written as it is, and replaced by the value of that environment variable when it is used.
-"""
+A reference ``${NAME}`` is written as it is, and replaced by the value of that environment variable
+when it is used."""
 
 import os
 import re
@@ -21,7 +22,8 @@ _REFERENCE = re.compile(r"((?:Bearer |Basic |Token )?)\$\{([A-Z_][A-Z0-9_]*)\}")
 
 
 def names_a_secret(name: str) -> bool:
-    """True for ``api_key``, ``apiKey``, ``hf_token_2``, ``db_password``; not for ``max_tokens`` or ``stop_token``."""
+    """True for ``api_key``, ``apiKey``, ``hf_token_2``, ``db_password``; not for ``max_tokens`` or
+    ``stop_token``."""
     found = re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", name)
     words = [word.lower() for word in found]
     for before, word, after in zip(["", *words], words, [*words[1:], ""], strict=False):
@@ -34,9 +36,13 @@ def names_a_secret(name: str) -> bool:
 
 
 def masked(value: Any, is_secret: bool = False) -> Any:
-    """A copy of nested values in which :data:`MASK` replaces the values whose names are those of secrets."""
+    """A copy of nested values in which :data:`MASK` replaces the values whose names are those of
+    secrets."""
     if isinstance(value, dict):
-        return {name: masked(inner, is_secret or names_a_secret(str(name))) for name, inner in value.items()}
+        return {
+            name: masked(inner, is_secret or names_a_secret(str(name)))
+            for name, inner in value.items()
+        }
     if isinstance(value, list | tuple):
         return [masked(inner, is_secret) for inner in value]
     is_harmless = value is None or isinstance(value, bool) or _REFERENCE.fullmatch(str(value))
@@ -44,10 +50,11 @@ def masked(value: Any, is_secret: bool = False) -> Any:
 
 
 def with_environment(value: Any, where: str, name: str = "") -> Any:
-    """A copy of nested values in which ``${NAME}`` and ``Bearer ${NAME}`` have the value of that environment variable.
+    """A copy of nested values in which ``${NAME}`` and ``Bearer ${NAME}`` have the value of that
+    environment variable.
 
-    ValueError, which begins with ``where``: a variable is not set, or a secret was masked when it was written.
-    """
+    ValueError, which begins with ``where``: a variable is not set, or a secret was masked when it
+    was written."""
     if isinstance(value, dict):
         found = {}
         for key, inner in value.items():
@@ -57,7 +64,9 @@ def with_environment(value: Any, where: str, name: str = "") -> Any:
     if isinstance(value, list | tuple):
         return [with_environment(inner, where, name) for inner in value]
     if value == MASK and names_a_secret(name):
-        raise ValueError(f"{where}: {name} was masked when it was written: set it again, or to ${{NAME}}")
+        raise ValueError(
+            f"{where}: {name} was masked when it was written: set it again, or to ${{NAME}}"
+        )
     reference = _REFERENCE.fullmatch(str(value))
     if reference is None:
         return value

@@ -1,4 +1,5 @@
-"""From a prompt to the text and the tokens that the model reads: chat template, special tokens, BOS."""
+"""From a prompt to the text and the tokens that the model reads: chat template, special tokens,
+BOS."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -10,7 +11,8 @@ Prompt = str | list[dict]
 """A text, or chat messages with ``role``, ``content`` and what else the chat template reads."""
 
 MARKS = re.compile(r"<[|｜][^<>\s]+[|｜]>|\[/?[A-Z_]+\]|<\w+_of_\w+>")
-"""Marks of turns in chat templates, special tokens or plain text: ``<|user|>``, ``[INST]``, ``<start_of_turn>``."""
+"""Marks of turns in chat templates, special tokens or plain text: ``<|user|>``, ``[INST]``,
+``<start_of_turn>``."""
 
 
 def conversation(prompt: Prompt, config: DataConfig) -> list[dict]:
@@ -33,15 +35,17 @@ def render(
     config: DataConfig,
     schemas: Sequence[dict] = (),
 ) -> str:
-    """The text that the model reads: system prompt, worked examples and question in the chat template.
+    """The text that the model reads: system prompt, worked examples and question in the chat
+    template.
 
-    Without a chat template they are joined as plain text. A ``prompt_template`` replaces everything but the question.
+    Without a chat template they are joined as plain text. A ``prompt_template`` replaces everything
+    but the question.
 
     Args:
         schemas: tools that the chat template shows.
 
-    Raises:
-        ValueError: the chat template refuses the messages, or turns of a conversation would lose their roles.
+    Raises: ValueError: the chat template refuses the messages, or turns of a conversation would
+        lose their roles.
     """
     messages = conversation(prompt, config)
     if tokenizer.chat_template and config.prompt_template is None:
@@ -53,7 +57,9 @@ def render(
                 template_kwargs=config.chat_template_kwargs,
             )
         except Exception as error:  # a chat template is a program that comes with the model
-            raise ValueError(f"the model's chat template refuses {messages!s:.200}: {error}") from error
+            raise ValueError(
+                f"the model's chat template refuses {messages!s:.200}: {error}"
+            ) from error
 
     if not isinstance(prompt, str) and len(prompt) > 1:
         raise ValueError(
@@ -74,10 +80,11 @@ def apply_template(
     begins_next_turn: bool = True,
     name: str | None = None,
 ) -> str:
-    """The text of messages in the chat template, by default up to where the model's next turn begins.
+    """The text of messages in the chat template, by default up to where the model's next turn
+    begins.
 
-    ``name``: of a tokenizer with several templates, the one to take; None: ``tool_use`` with schemas, else ``default``.
-    """
+    ``name``: of a tokenizer with several templates, the one to take; None: ``tool_use`` with
+    schemas, else ``default``."""
     return tokenizer.apply_chat_template(
         list(messages),
         tools=list(schemas) if schemas else None,
@@ -89,11 +96,11 @@ def apply_template(
 
 
 def encode(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
-    """Token ids of texts outside a chat template, each behind what the tokenizer puts before a text, such as BOS.
+    """Token ids of texts outside a chat template, each behind what the tokenizer puts before a
+    text, such as BOS.
 
-    A text that begins with it already, as a rendered prompt does, gets no second one. An EOS that the tokenizer would
-    put behind is left out: a model cannot continue after it.
-    """
+    A text that begins with it already, as a rendered prompt does, gets no second one. An EOS that
+    the tokenizer would put behind is left out: a model cannot continue after it."""
     word = tokenizer("a", add_special_tokens=False)["input_ids"]
     with_special = tokenizer("a")["input_ids"]
     before = with_special[: with_special.index(word[0])]
@@ -114,13 +121,16 @@ def marks_of_turns(tokenizer: Any) -> set[str]:
     """The marks that the chat template writes around a user's message."""
     try:
         text = apply_template(tokenizer, [{"role": "user", "content": "x"}])
-    except Exception:  # a chat template is a program that comes with the model, and may ask for other messages
+    except (
+        Exception
+    ):  # a chat template is a program that comes with the model, and may ask for other messages
         return set()
     return set(MARKS.findall(text))
 
 
 def tag_tokens(tokenizer: Any) -> set[str]:
-    """Special tokens in pairs, ``<think>`` and ``</think>``, that this tokenizer's template does not put around turns.
+    """Special tokens in pairs, ``<think>`` and ``</think>``, that this tokenizer's template does
+    not put around turns.
 
     In some published models the tags that a reward reads are special tokens.
     """

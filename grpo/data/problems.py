@@ -22,7 +22,8 @@ class ProblemSet:
     num_empty: int = 0
     """Rows left out because their prompt has no text or no token."""
     num_without_answer: int = 0
-    """Rows that are kept although their answer is None: it was missing, or ``answer_pattern`` matched nothing."""
+    """Rows that are kept although their answer is None: it was missing, or ``answer_pattern``
+    matched nothing."""
     notes: tuple[str, ...] = ()
     """Lines for the user about the form of the prompts."""
 
@@ -36,12 +37,12 @@ def make_problems(
 ) -> ProblemSet:
     """Render and tokenize the prompts. A prompt that is too long is left out, never truncated.
 
-    ``schemas_of``: in runs with turns, a function from a row's columns to the tools that its prompt shows; None:
-    completions have one turn.
-    """
+    ``schemas_of``: in runs with turns, a function from a row's columns to the tools that its prompt
+    shows; None: completions have one turn."""
     has_template = bool(tokenizer.chat_template) and config.prompt_template is None
     form = config.conversational
-    # Before a task's own instructions are filled in: only a system prompt of the user's makes messages of a text.
+    # Before a task's own instructions are filled in: only a system prompt of the user's makes
+    # messages of a text.
     has_context = bool(config.system_prompt or config.few_shot)
     if form == "auto" and (schemas_of is not None or (has_template and has_context)):
         form = True
@@ -82,12 +83,16 @@ def make_problems(
         lengths.append(len(prompt_ids))
         if len(prompt_ids) <= config.max_prompt_length:
             reward_prompt = _reward_prompt(prompt, shown[index], config, form)
-            problems.append(Problem(index, prompt, tuple(prompt_ids), rows.columns[index], reward_prompt))
+            problems.append(
+                Problem(index, prompt, tuple(prompt_ids), rows.columns[index], reward_prompt)
+            )
     if not problems:
         # The shortest prompt tells how much the limit must be raised.
         limit = f"longer than data.max_prompt_length={config.max_prompt_length} tokens or empty"
         shortest = min(lengths, default=0)
-        raise ValueError(f"all {len(ids)} prompts of {rows.source} are {limit}: the shortest has {shortest}")
+        raise ValueError(
+            f"all {len(ids)} prompts of {rows.source} are {limit}: the shortest has {shortest}"
+        )
     return ProblemSet(
         problems,
         num_too_long=len(lengths) - len(problems),
@@ -98,7 +103,8 @@ def make_problems(
 
 
 def _check_not_rendered(prompt: str, marks: set[str]) -> None:
-    """``ValueError`` for a text that a chat template has rendered already: it would be a user's message in it again."""
+    """``ValueError`` for a text that a chat template has rendered already: it would be a user's
+    message in it again."""
     for mark in marks:
         # A question may be about <s> and </s>, but hardly about <|im_end|> or [INST].
         if mark in prompt:
@@ -114,7 +120,8 @@ def _reward_prompt(
     config: DataConfig,
     form: bool | str,
 ) -> Prompt | None:
-    """The prompt for rewards: the messages that the model is ``shown``, or text; None: as in the row.
+    """The prompt for rewards: the messages that the model is ``shown``, or text; None: as in the
+    row.
 
     ``form``: True for messages, False for text, ``auto`` for the form of the row's prompt.
     """
@@ -125,7 +132,8 @@ def _reward_prompt(
 
 
 def _notes(config: DataConfig, tokenizer: Any, text: str) -> Iterator[str]:
-    """Notes on a system prompt, a date and variables that a chat template has or lacks. ``text``: the first prompt."""
+    """Notes on a system prompt, a date and variables that a chat template has or lacks. ``text``:
+    the first prompt."""
     template = "" if config.prompt_template else str(tokenizer.chat_template or "")
     if "strftime_now" in template and "date_string" not in config.chat_template_kwargs:
         yield "note: the chat template may write today's date: data.chat_template_kwargs={date_string: 26 Jul 2024}"
@@ -146,11 +154,11 @@ def count_shared(train: Sequence[Problem], evaluation: Sequence[Problem]) -> int
 
 
 def fill_question_template(template: str, prompt: Prompt, columns: Mapping[str, Any]) -> Prompt:
-    """The prompt with its question, or the last message of a conversation, written into ``template``.
+    """The prompt with its question, or the last message of a conversation, written into
+    ``template``.
 
-    ``{prompt}`` is the question, ``{NAME}`` the column of that name, ``{NAME.FIELD}`` a field in it: a list with one
-    item per line. Other braces stay.
-    """
+    ``{prompt}`` is the question, ``{NAME}`` the column of that name, ``{NAME.FIELD}`` a field in
+    it: a list with one item per line. Other braces stay."""
     if not isinstance(prompt, str):
         *others, last = prompt
         question = fill_question_template(template, last["content"], columns)

@@ -1,7 +1,7 @@
 """Read the rows of a dataset: a file, a saved folder, the Hub, a task, Python objects.
 
-The only file that imports ``datasets``, which does not read single JSON files because it changes their values: texts
-that look like dates become dates, and each object gets the keys of all others.
+The only file that imports ``datasets``, which does not read single JSON files because it changes
+their values: texts that look like dates become dates, and each object gets the keys of all others.
 """
 
 import itertools
@@ -19,7 +19,8 @@ from grpo.data.tasks import task_of
 NUM_PROMPTS = {"train": 4096, "eval": 128}
 """Of an environment, unless ``max_train_samples`` or ``max_eval_samples`` are set."""
 PYTHON_ROWS = "python:rows"
-"""In place of a dataset's name in the configuration: rows that a Python program passed to ``grpo.train``."""
+"""In place of a dataset's name in the configuration: rows that a Python program passed to
+``grpo.train``."""
 MORE_FIELDS = "its rows have more fields than the header"
 
 
@@ -51,7 +52,9 @@ def read_rows(config: DataConfig, key: str, *, train: bool, seed: int) -> list[d
     setting = f"data.{key}={dataset} (data.{own_split}_split={split})"
     if dataset == PYTHON_ROWS:
         # Another command asks for them, or the evaluation for a split of the rows of training.
-        raise ValueError(f"{setting} stands for rows passed to grpo.train(), without splits: name a dataset")
+        raise ValueError(
+            f"{setting} stands for rows passed to grpo.train(), without splits: name a dataset"
+        )
     path = Path(dataset).expanduser()
     # The Hub would be asked for it, for a long time where there is no network.
     if dataset.startswith((".", "/", "~")) and not path.exists():
@@ -66,7 +69,8 @@ def read_rows(config: DataConfig, key: str, *, train: bool, seed: int) -> list[d
 
 
 def _read(path: Path, config_name: str | None, split: str) -> Iterable[dict]:
-    """The rows of one split, such as ``train`` or ``train[:90%]``, of a file, a folder or a Hub dataset."""
+    """The rows of one split, such as ``train`` or ``train[:90%]``, of a file, a folder or a Hub
+    dataset."""
     import datasets
 
     datasets.disable_progress_bars()
@@ -110,7 +114,8 @@ def _read_files(name: str, config_name: str | None, split: str) -> Iterable[dict
 
 
 def _read_csv(path: Path) -> list[dict]:
-    """Rows of texts: as other types, 007 and 1.50 would lose their form, and NA would be a missing value."""
+    """Rows of texts: as other types, 007 and 1.50 would lose their form, and NA would be a missing
+    value."""
     import pandas
 
     table = pandas.read_csv(path, dtype=str, keep_default_na=False)
@@ -124,29 +129,37 @@ def _read_json(path: Path) -> list[dict]:
     """The rows of a file with one object per line, or with one list of objects."""
     text = path.read_text("utf-8-sig")
     if not text.lstrip().startswith("["):
-        # A line ends inside of no string of JSON. Lines stay lines, so that errors name those of the file.
+        # A line ends inside of no string of JSON. Lines stay lines, so that errors name those of
+        # the file.
         text = "[" + re.sub(r"\}(\s*\n\s*)\{", r"},\1{", text) + "]"
     return with_all_columns(json.loads(text), "rows must be JSON objects")
 
 
 def rows_of(table: Any, name: str, limit: int | None = None) -> list[dict]:
-    """The first ``limit`` rows (None: all) of a list of mappings, a dataset of ``datasets`` or a pandas DataFrame.
+    """The first ``limit`` rows (None: all) of a list of mappings, a dataset of ``datasets`` or a
+    pandas DataFrame.
 
-    ``ValueError``, about the argument ``name``: it is something else, or may be endless and has no limit.
-    """
+    ``ValueError``, about the argument ``name``: it is something else, or may be endless and has no
+    limit."""
     if hasattr(table, "iloc"):
         from datasets import Dataset
 
-        # Where a value is missing pandas makes floats of integers, and 12.0 is another answer than 12.
+        # Where a value is missing pandas makes floats of integers, and 12.0 is another answer than
+        # 12.
         table = Dataset.from_pandas(table.convert_dtypes(), preserve_index=False)
     if limit is None and not hasattr(table, "__len__"):
-        raise ValueError(f"{name} has no length and may be endless: set data.max_train_samples and max_eval_samples")
-    expected = f"{name} must be a list of mappings, a datasets.Dataset (one split) or a pandas DataFrame"
+        raise ValueError(
+            f"{name} has no length and may be endless: set data.max_train_samples and max_eval_samples"
+        )
+    expected = (
+        f"{name} must be a list of mappings, a datasets.Dataset (one split) or a pandas DataFrame"
+    )
     return with_all_columns(list(itertools.islice(table, limit)), expected)
 
 
 def with_all_columns(rows: list[Any], expected: str) -> list[dict]:
-    """The rows with the columns of all of them; values that a row lacks are None. ``expected``: for errors.
+    """The rows with the columns of all of them; values that a row lacks are None. ``expected``: for
+    errors.
 
     NumPy's scalars and arrays become Python's numbers and lists.
     """
@@ -157,6 +170,9 @@ def with_all_columns(rows: list[Any], expected: str) -> list[dict]:
         columns |= dict.fromkeys(row)
     found = []
     for row in rows:
-        plain = {name: value.tolist() if hasattr(value, "tolist") else value for name, value in row.items()}
+        plain = {
+            name: value.tolist() if hasattr(value, "tolist") else value
+            for name, value in row.items()
+        }
         found.append({**columns, **plain})
     return found

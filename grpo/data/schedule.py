@@ -1,4 +1,5 @@
-"""Assign problems to steps and ranks, as a pure function of the step: a resumed run needs no saved state."""
+"""Assign problems to steps and ranks, as a pure function of the step: a resumed run needs no saved
+state."""
 
 import functools
 from collections.abc import Sequence
@@ -13,7 +14,9 @@ from grpo.algorithm.seeding import derive_seed, generator
 def check_enough(num_problems: int, prompts_per_step: int) -> None:
     """``ValueError`` if there are too few problems for one step."""
     if num_problems < prompts_per_step:
-        raise ValueError(f"{num_problems} training problems are fewer than rollout.prompts_per_step={prompts_per_step}")
+        raise ValueError(
+            f"{num_problems} training problems are fewer than rollout.prompts_per_step={prompts_per_step}"
+        )
 
 
 class Schedule:
@@ -39,18 +42,18 @@ class Schedule:
     def at(self, step: int) -> list[Problem]:
         """This rank's ``prompts_per_step / world_size`` problems of a step.
 
-        DistributedSampler assigns element ``i`` of an epoch's permutation to rank ``i % world_size``, so the global
-        batch of a step has the same problems for every world size.
-        """
+        DistributedSampler assigns element ``i`` of an epoch's permutation to rank ``i %
+        world_size``, so the global batch of a step has the same problems for every world size."""
         indices = self._indices(step, self.rank, self.world_size)
         return [self.problems[index] for index in indices]
 
     def substitute(self, step: int, position: int, attempt: int) -> Problem | None:
-        """The problem that replaces the one at ``position`` of this rank's batch in dynamic sampling.
+        """The problem that replaces the one at ``position`` of this rank's batch in dynamic
+        sampling.
 
-        ``attempt`` counts from 0. Substitutes are drawn from the problems outside the step's global batch, each at most
-        once per step, and they are the same for every world size. None when no problem is left.
-        """
+        ``attempt`` counts from 0. Substitutes are drawn from the problems outside the step's global
+        batch, each at most once per step, and they are the same for every world size. None when no
+        problem is left."""
         batch = tuple(self._indices(step, 0, 1))
         unused = _shuffled_without(batch, len(self.problems), self.seed, step)
         place = attempt * self.prompts_per_step + position * self.world_size + self.rank
@@ -81,7 +84,8 @@ def _epoch_order(num_problems: int, seed: int, epoch: int, rank: int, world_size
 
 @functools.lru_cache(maxsize=1)
 def _shuffled_without(batch: tuple[int, ...], num_problems: int, seed: int, step: int) -> list[int]:
-    """The indices of all problems that are not in ``batch``, in an order that depends on the step."""
+    """The indices of all problems that are not in ``batch``, in an order that depends on the
+    step."""
     order = torch.randperm(num_problems, generator=generator(seed, "substitutes", step)).tolist()
     used = set(batch)
     return [index for index in order if index not in used]

@@ -1,4 +1,5 @@
-"""The rows of one split, checked: prompts, reference answers, and the other columns for the rewards."""
+"""The rows of one split, checked: prompts, reference answers, and the other columns for the
+rewards."""
 
 import hashlib
 import json
@@ -15,9 +16,11 @@ from grpo.data.rows import read_rows
 from grpo.data.tasks import Gym, task_of
 
 PATTERN_SECONDS = 5.0
-"""Time limit of ``answer_pattern`` on one row. ``re`` has none, and a pattern can backtrack for years."""
+"""Time limit of ``answer_pattern`` on one row. ``re`` has none, and a pattern can backtrack for
+years."""
 TEXT_OF_MESSAGES = regex.compile(r"""\s*\[\s*\{\s*["'](role|content)["']\s*:""")
-"""Matches the beginning of chat messages that were written as JSON, or as Python prints them, into one text."""
+"""Matches the beginning of chat messages that were written as JSON, or as Python prints them, into
+one text."""
 
 
 @dataclass(frozen=True)
@@ -30,10 +33,12 @@ class Rows:
     columns: list[dict]
     """The other columns of each row, for the rewards."""
     instructions: str | None = None
-    """The system prompt of a task, if the configuration sets none. The tiny model, trained without one, gets none."""
+    """The system prompt of a task, if the configuration sets none. The tiny model, trained without
+    one, gets none."""
     num_without_answer: int = 0
     places: Sequence[str] = ()
-    """The number of each row in its split (``row 7``). Prompts of environments and of a chat have none."""
+    """The number of each row in its split (``row 7``). Prompts of environments and of a chat have
+    none."""
     lacks_prompts: bool = False
     """True if there is no column of prompts, and the environments make them."""
 
@@ -45,7 +50,9 @@ class Rows:
 def fingerprint(rows: Rows) -> str:
     """SHA-256 of all prompts and columns in order, which tells two files of the same name apart."""
     # A value that JSON cannot represent (an image) is replaced by the name of its type.
-    text = json.dumps([rows.prompts, rows.columns], sort_keys=True, default=lambda value: type(value).__name__)
+    text = json.dumps(
+        [rows.prompts, rows.columns], sort_keys=True, default=lambda value: type(value).__name__
+    )
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -57,11 +64,12 @@ def load_rows(
     table: list[dict] | None = None,
     has_environment: bool = False,
 ) -> Rows | None:
-    """Read and check the rows of the training or the evaluation split; None if no evaluation split is configured.
+    """Read and check the rows of the training or the evaluation split; None if no evaluation split
+    is configured.
 
-    Args:
-        table: rows of a Python program, in place of those that the configuration names.
-        has_environment: True if an environment may make the prompts, so that rows may lack the column `prompt`.
+    Args: table: rows of a Python program, in place of those that the configuration names.
+        has_environment: True if an environment may make the prompts, so that rows may lack the
+        column `prompt`.
     """
     key = "eval_dataset" if config.eval_dataset is not None and not train else "dataset"
     rows = read_rows(config, key, train=train, seed=seed) if table is None else table
@@ -99,7 +107,9 @@ def load_rows(
         for place, row, others in zip(places, rows, columns, strict=True):
             answer = value_of(row, answer_column)
             if config.answer_pattern and not _is_missing(answer):
-                answer = _match(config.answer_pattern, answer, f"{source}, {place}, column {answer_column}")
+                answer = _match(
+                    config.answer_pattern, answer, f"{source}, {place}, column {answer_column}"
+                )
             if _is_missing(answer):
                 answer = None
                 num_without_answer += 1
@@ -111,7 +121,9 @@ def load_rows(
                 f"{config.answer_pattern!r} matches nothing, in every row; the columns are {names}"
             )
     elif config.answer_pattern is not None:
-        raise ValueError("data.answer_pattern needs data.answer_column, the column to search for the pattern")
+        raise ValueError(
+            "data.answer_pattern needs data.answer_column, the column to search for the pattern"
+        )
     return Rows(
         source,
         prompts,
@@ -124,7 +136,8 @@ def load_rows(
 
 
 def value_of(row: Mapping[str, Any], name: str) -> Any:
-    """The value of a column, or of a field inside one (``reward_model.ground_truth``); None where there is none."""
+    """The value of a column, or of a field inside one (``reward_model.ground_truth``); None where
+    there is none."""
     if name in row:
         return row[name]
     value: Any = row
@@ -136,13 +149,16 @@ def value_of(row: Mapping[str, Any], name: str) -> Any:
 
 
 def _checked_prompt(prompt: Any) -> Prompt:
-    """The prompt, or "" without any text: such a row is left out later, so that the others keep their index."""
+    """The prompt, or "" without any text: such a row is left out later, so that the others keep
+    their index."""
     if _is_missing(prompt):
         return ""
     if isinstance(prompt, str) and not TEXT_OF_MESSAGES.match(prompt):
         return prompt
     if not isinstance(prompt, list):
-        raise ValueError(f"a prompt is text, or a list of messages (no text of such a list), not {prompt!r:.80}")
+        raise ValueError(
+            f"a prompt is text, or a list of messages (no text of such a list), not {prompt!r:.80}"
+        )
     messages = []
     for message in prompt:
         messages.append(_checked_message(message))
@@ -153,7 +169,8 @@ def _checked_prompt(prompt: Any) -> Prompt:
 
 
 def _checked_message(message: Any) -> dict:
-    """A chat message with every key that has a value: templates read ``tool_calls``, ``name`` and others."""
+    """A chat message with every key that has a value: templates read ``tool_calls``, ``name`` and
+    others."""
     kept = _without_none(message)
     if isinstance(kept, dict):
         for call in kept.get("tool_calls", ()):
@@ -166,11 +183,14 @@ def _checked_message(message: Any) -> dict:
             kept.setdefault("content", "")
         if "role" in kept and isinstance(kept.get("content"), str):
             return kept
-    raise ValueError(f"a message of a prompt has a role, and text as content, and one is {message!r:.80}")
+    raise ValueError(
+        f"a message of a prompt has a role, and text as content, and one is {message!r:.80}"
+    )
 
 
 def _without_none(value: Any) -> Any:
-    """A copy without keys whose value is None: in Arrow, every message of a column has the keys of all of them."""
+    """A copy without keys whose value is None: in Arrow, every message of a column has the keys of
+    all of them."""
     if isinstance(value, Mapping):
         return {key: _without_none(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):
@@ -190,11 +210,15 @@ def _is_missing(value: Any) -> bool:
 def _match(pattern: str, answer: Any, location: str) -> str:
     """The stripped text of the pattern's first group, or of its whole match; "" without a match."""
     if not isinstance(answer, str | int | float):
-        raise ValueError(f"{location} holds a {type(answer).__name__}: data.answer_pattern searches text")
+        raise ValueError(
+            f"{location} holds a {type(answer).__name__}: data.answer_pattern searches text"
+        )
     try:
         match = regex.search(pattern, str(answer), timeout=PATTERN_SECONDS)
     except (regex.error, TimeoutError) as error:
-        raise ValueError(f"data.answer_pattern={pattern!r} is no regular expression that works: {error}") from error
+        raise ValueError(
+            f"data.answer_pattern={pattern!r} is no regular expression that works: {error}"
+        ) from error
     if match is None:
         return ""
     # A group that is not part of the match is None.

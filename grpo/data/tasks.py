@@ -1,7 +1,8 @@
-"""Tasks whose problems are computed, so that nothing is downloaded: the built-in ones and those of reasoning-gym.
+"""Tasks whose problems are computed, so that nothing is downloaded: the built-in ones and those of
+reasoning-gym.
 
-The built-in ones also demonstrate how to solve a problem, with mistakes, for the tiny model (``grpo.data.tiny``).
-"""
+The built-in ones also demonstrate how to solve a problem, with mistakes, for the tiny model
+(``grpo.data.tiny``)."""
 
 import hashlib
 import random
@@ -16,15 +17,17 @@ EVAL_SHARE = 8  # one problem in eight is for evaluation
 
 
 class Task:
-    """A family of problems. Each task has a name, ``instructions`` (the system prompt for every model except the tiny
-    one, which is trained without it), in ``untagged_shares`` the shares of noisy demonstrations that leave out a tag
-    (``think``, ``answer`` or ``both``), and these methods:
+    """A family of problems. Each task has a name, ``instructions`` (the system prompt for every
+    model except the tiny one, which is trained without it), in ``untagged_shares`` the shares of
+    noisy demonstrations that leave out a tag (``think``, ``answer`` or ``both``), and these
+    methods:
 
-    - ``draw(rng: random.Random) -> dict``: draw one problem, a row with ``prompt``, ``answer`` and the other columns
-      that its rewards need;
-    - ``problem_key(row: dict) -> str``: a text that is equal for rows with the same problem (``3+5`` and ``5+3``);
-    - ``demonstration(row: dict, rng: random.Random, noisy: bool) -> str | list[dict]``: a response without EOS, text or
-      messages of ``assistant`` and ``tool``, with mistakes or always right.
+    - ``draw(rng: random.Random) -> dict``: draw one problem, a row with ``prompt``, ``answer`` and
+      the other columns that its rewards need;
+    - ``problem_key(row: dict) -> str``: a text that is equal for rows with the same problem
+      (``3+5`` and ``5+3``);
+    - ``demonstration(row: dict, rng: random.Random, noisy: bool) -> str | list[dict]``: a response
+      without EOS, text or messages of ``assistant`` and ``tool``, with mistakes or always right.
     """
 
     num_rows = {"train": 4096, "eval": 512}
@@ -37,13 +40,15 @@ class Task:
             yield self.draw(rng)
 
     def split_of(self, row: dict) -> str:
-        """``"train"`` or ``"eval"``, from a hash of the task's name and the problem: the same for every seed."""
+        """``"train"`` or ``"eval"``, from a hash of the task's name and the problem: the same for
+        every seed."""
         text = f"{self.name}:{self.problem_key(row)}"
         digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
         return "eval" if digest[-1] % EVAL_SHARE == 0 else "train"
 
     def rows(self, split: str, seed: int, count: int | None = None) -> list[dict]:
-        """Different problems of one split, the same for the same seed: ``num_rows[split]``, or ``count`` if less.
+        """Different problems of one split, the same for the same seed: ``num_rows[split]``, or
+        ``count`` if less.
 
         Fewer if the task has no more.
         """
@@ -58,7 +63,8 @@ class Task:
         return list(rows.values())
 
     def tagged(self, thought: str, answer: str, rng: random.Random, noisy: bool) -> str:
-        """A response in its tags; if ``noisy``, the shares ``untagged_shares`` of responses lack some."""
+        """A response in its tags; if ``noisy``, the shares ``untagged_shares`` of responses lack
+        some."""
         missing = "none"
         if noisy:
             shares = self.untagged_shares
@@ -72,12 +78,13 @@ class Task:
 
 
 class Arithmetic(Task):
-    """``47+35=`` or ``82-35=``: both numbers from 0 to 99, the result never negative, computed column by column.
+    """``47+35=`` or ``82-35=``: both numbers from 0 to 99, the result never negative, computed
+    column by column.
 
-    A noisy demonstration (``<think>7+5=12 4+3=7+1=8</think>``) may forget the carry, doubt the result (``hmm``) and
-    change it, or leave out tags; independent draws with the shares below decide. A model trained on them is correct
-    about half of the time. GRPO then teaches it to add the carry, keep its result and write the tags.
-    """
+    A noisy demonstration (``<think>7+5=12 4+3=7+1=8</think>``) may forget the carry, doubt the
+    result (``hmm``) and change it, or leave out tags; independent draws with the shares below
+    decide. A model trained on them is correct about half of the time. GRPO then teaches it to add
+    the carry, keep its result and write the tags."""
 
     name = "arithmetic"
     instructions = (
@@ -116,8 +123,11 @@ class Arithmetic(Task):
         return self.tagged(" ".join(written), str(result), rng, noisy)
 
 
-def written_columns(left: int, operator: str, right: int, carries: bool = True) -> tuple[list[str], int]:
-    """The written columns of a sum or difference (``["7+5=12", "4+3=7+1=8"]``), from the units up, and the result.
+def written_columns(
+    left: int, operator: str, right: int, carries: bool = True
+) -> tuple[list[str], int]:
+    """The written columns of a sum or difference (``["7+5=12", "4+3=7+1=8"]``), from the units up,
+    and the result.
 
     ``carries=False`` forgets every carry and borrow (``47+35`` gives 72).
     """
@@ -144,11 +154,12 @@ def written_columns(left: int, operator: str, right: int, carries: bool = True) 
 
 
 class Countdown(Task):
-    """``Make 24 from 3 5 9.``: numbers from 1 to 10, each used once with ``+ - * /``, for a target from 1 to 99.
+    """``Make 24 from 3 5 9.``: numbers from 1 to 10, each used once with ``+ - * /``, for a target
+    from 1 to 99.
 
-    Every problem has a solution. A demonstration tries expressions, each evaluated from left to right, until one equals
-    the target (``<think>5+3=8-2=6 no 5*3=15-2=13 ok</think>``). A noisy one may give up, or leave out tags.
-    """
+    Every problem has a solution. A demonstration tries expressions, each evaluated from left to
+    right, until one equals the target (``<think>5+3=8-2=6 no 5*3=15-2=13 ok</think>``). A noisy one
+    may give up, or leave out tags."""
 
     name = "countdown"
     instructions = (
@@ -159,7 +170,8 @@ class Countdown(Task):
     gives_up_share = 0.25
 
     def draw(self, rng):
-        """Columns: ``prompt``, ``target`` (int), ``numbers`` (list[int], in order), ``answer`` (a solution)."""
+        """Columns: ``prompt``, ``target`` (int), ``numbers`` (list[int], in order), ``answer`` (a
+        solution)."""
         while True:
             numbers = [rng.randint(1, 10) for _ in range(rng.choice((3, 3, 3, 4)))]
             expression = _random_expression(numbers, rng)
@@ -222,12 +234,13 @@ def _evaluate(expression: str) -> tuple[str, int]:
 
 
 class Calculator(Task):
-    """``483+97*36=``, too hard for the tiny model without a tool, and a share of easy sums (``483+5=``).
+    """``483+97*36=``, too hard for the tiny model without a tool, and a share of easy sums
+    (``483+5=``).
 
-    A response is the answer (``<answer>3975</answer>``), or a call (``<calculator>483+97*36</calculator>``) and, after
-    the tool's result, the answer. A right demonstration calls for every hard problem and some easy ones. A noisy one
-    calls for a share of all, and else guesses at a hard one. GRPO then teaches when to call.
-    """
+    A response is the answer (``<answer>3975</answer>``), or a call
+    (``<calculator>483+97*36</calculator>``) and, after the tool's result, the answer. A right
+    demonstration calls for every hard problem and some easy ones. A noisy one calls for a share of
+    all, and else guesses at a hard one. GRPO then teaches when to call."""
 
     name = "calculator"
     instructions = (
@@ -266,19 +279,21 @@ class Calculator(Task):
         if noisy:
             share = self.calls_share
         if rng.random() < share:
-            return _conversation(f"<calculator>{expression}</calculator>", answer, f"<answer>{answer}</answer>")
+            return _conversation(
+                f"<calculator>{expression}</calculator>", answer, f"<answer>{answer}</answer>"
+            )
         if not is_easy:
             answer = round(int(answer) * rng.uniform(0.8, 1.2))
         return f"<answer>{answer}</answer>"
 
 
 class GuessNumber(Task):
-    """``Guess 7..18.``: find the hidden number with at most four calls of the tool (``<guess>12</guess>``).
+    """``Guess 7..18.``: find the hidden number with at most four calls of the tool
+    (``<guess>12</guess>``).
 
-    The tool says ``higher`` (the hidden number is), ``lower`` or ``right``. A right demonstration halves what is left
-    with every guess. Of noisy ones a share guesses anything without looking at the hints. All end with ``done``. GRPO
-    then teaches it to use the hints.
-    """
+    The tool says ``higher`` (the hidden number is), ``lower`` or ``right``. A right demonstration
+    halves what is left with every guess. Of noisy ones a share guesses anything without looking at
+    the hints. All end with ``done``. GRPO then teaches it to use the hints."""
 
     name = "guess_number"
     instructions = (
@@ -330,7 +345,8 @@ GYM_DRAWS = 8192
 
 
 class Gym(Task):
-    """A task of reasoning-gym. Rows have ``metadata``: what the task's scorer needs besides prompt and answer."""
+    """A task of reasoning-gym. Rows have ``metadata``: what the task's scorer needs besides prompt
+    and answer."""
 
     instructions = (
         "Solve the problem. Think step by step between <think> and </think>, then write the answer alone, in the form "
@@ -370,7 +386,8 @@ TASKS = {task.name: task for task in (Arithmetic, Countdown, Calculator, GuessNu
 
 
 def load_task(name: str) -> Task:
-    """The built-in task called ``name``. ``ValueError`` lists the tasks if there is none of that name."""
+    """The built-in task called ``name``. ``ValueError`` lists the tasks if there is none of that
+    name."""
     if name not in TASKS:
         raise ValueError(f"unknown task {name!r}: the built-in tasks are {', '.join(TASKS)}")
     return TASKS[name]()

@@ -1,9 +1,9 @@
-"""The tiny model: a Qwen2 of about a million parameters that is trained in about a minute, for the demo and the tests.
+"""The tiny model: a Qwen2 of about a million parameters that is trained in about a minute, for the
+demo and the tests.
 
-It is trained on correct demonstrations of a task first, then on noisy ones (``Task.demonstration``), so that GRPO
-starts from a model that can solve the task and often makes mistakes.
-Shapes: ``B`` demonstrations, ``S`` prompt + response tokens, ``V`` vocabulary.
-"""
+It is trained on correct demonstrations of a task first, then on noisy ones
+(``Task.demonstration``), so that GRPO starts from a model that can solve the task and often makes
+mistakes. Shapes: ``B`` demonstrations, ``S`` prompt + response tokens, ``V`` vocabulary."""
 
 import hashlib
 import json
@@ -27,10 +27,12 @@ from grpo.algorithm.seeding import derive_seed
 from grpo.data.tasks import Task, load_task
 
 CONTEXT = 1024
-"""Most tokens of a prompt and its completion: room for the default of ``rollout.max_completion_length``."""
+"""Most tokens of a prompt and its completion: room for the default of
+``rollout.max_completion_length``."""
 SEED = 0
 RECIPE_VERSION = 3
-"""Part of the cache key. Increase it with any change to the demonstrations, the tokenizer or the training below."""
+"""Part of the cache key. Increase it with any change to the demonstrations, the tokenizer or the
+training below."""
 
 PAD, EOS, TURN = "<|pad|>", "<|im_end|>", "<|im_start|>"
 WORDS = ("<think>", "</think>", "<answer>", "</answer>", "system", "user", "assistant")
@@ -49,7 +51,9 @@ class Recipe:
     intermediate_size: int = 384
     num_layers: int = 4
     num_heads: int = 4
-    initializer_range: float = 0.06  # with the usual 0.02, for wider models, this model learns slowly at first
+    initializer_range: float = (
+        0.06  # with the usual 0.02, for wider models, this model learns slowly at first
+    )
     clean_steps: int = 500  # first on correct demonstrations: the model learns the task ...
     noisy_steps: int = 250  # ... then on noisy ones: it learns the mistakes that GRPO removes
     batch_size: int = 32
@@ -65,17 +69,22 @@ class Recipe:
 RECIPES = {
     "arithmetic": Recipe(),
     "countdown": Recipe(clean_steps=1000),
-    "calculator": Recipe(hidden_size=96, intermediate_size=256, clean_steps=600, noisy_steps=200, batch_size=16),
-    "guess_number": Recipe(hidden_size=96, intermediate_size=256, clean_steps=800, noisy_steps=150, batch_size=12),
+    "calculator": Recipe(
+        hidden_size=96, intermediate_size=256, clean_steps=600, noisy_steps=200, batch_size=16
+    ),
+    "guess_number": Recipe(
+        hidden_size=96, intermediate_size=256, clean_steps=800, noisy_steps=150, batch_size=12
+    ),
 }
 
 
 def build_tokenizer() -> Qwen2Tokenizer:
-    """A tokenizer with one token per UTF-8 byte, special token, tag and role. Decoding restores every text in NFC form.
+    """A tokenizer with one token per UTF-8 byte, special token, tag and role. Decoding restores
+    every text in NFC form.
 
-    Tags and roles are ordinary added tokens, so ``decode(..., skip_special_tokens=True)`` leaves them in the text. The
-    class must be Qwen2's: transformers 5 loads any folder of a Qwen2 model with it, whatever tokenizer was saved.
-    """
+    Tags and roles are ordinary added tokens, so ``decode(..., skip_special_tokens=True)`` leaves
+    them in the text. The class must be Qwen2's: transformers 5 loads any folder of a Qwen2 model
+    with it, whatever tokenizer was saved."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {symbol: id for id, symbol in enumerate((PAD, EOS, TURN, *alphabet))}
     tokenizer = Qwen2Tokenizer(
@@ -95,29 +104,40 @@ def build_tokenizer() -> Qwen2Tokenizer:
 
 
 def is_tiny_tokenizer(tokenizer: Any) -> bool:
-    """True if a tokenizer has the vocabulary of :func:`build_tokenizer`, also if it was loaded from a folder."""
+    """True if a tokenizer has the vocabulary of :func:`build_tokenizer`, also if it was loaded from
+    a folder."""
     return tokenizer.get_vocab() == build_tokenizer().get_vocab()
 
 
 def build_tiny_model(task: str = "arithmetic") -> Path:
     """Train the tiny model for a task, or return the folder of an earlier call from the cache.
 
-    The folder has model (fp32) and tokenizer, and lies in ``$XDG_CACHE_HOME/grpo``, else ``~/.cache/grpo``. Torch's
-    version and thread count determine the weights, too.
-    """
+    The folder has model (fp32) and tokenizer, and lies in ``$XDG_CACHE_HOME/grpo``, else
+    ``~/.cache/grpo``. Torch's version and thread count determine the weights, too."""
     load_task(task)  # raises for an unknown task, before anything is written
     recipe = RECIPES[task]
-    facts = {"task": task, "seed": SEED, "version": RECIPE_VERSION, "torch": torch.__version__, **asdict(recipe)}
+    facts = {
+        "task": task,
+        "seed": SEED,
+        "version": RECIPE_VERSION,
+        "torch": torch.__version__,
+        **asdict(recipe),
+    }
     text = json.dumps(facts, sort_keys=True)
     key = hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "grpo"
     folder = cache / f"tiny-{task}-seed{SEED}-{key}"
     if folder.exists():
         return folder
-    print(f"building the tiny model, for about a minute: {cache} has none yet ...", file=sys.stderr, flush=True)
+    print(
+        f"building the tiny model, for about a minute: {cache} has none yet ...",
+        file=sys.stderr,
+        flush=True,
+    )
 
     cache.mkdir(parents=True, exist_ok=True)
-    # A folder that is renamed at the end is complete if it exists, also after a kill or with two builds at a time.
+    # A folder that is renamed at the end is complete if it exists, also after a kill or with two
+    # builds at a time.
     with tempfile.TemporaryDirectory(dir=cache, ignore_cleanup_errors=True) as unfinished:
         tokenizer = build_tokenizer()
         warm_start(task, tokenizer, recipe).save_pretrained(unfinished)
@@ -131,7 +151,8 @@ def build_tiny_model(task: str = "arithmetic") -> Path:
 
 
 def warm_start(task_name: str, tokenizer: Qwen2Tokenizer, recipe: Recipe) -> Qwen2ForCausalLM:
-    """Train a new model on demonstrations of training problems. The loss covers response tokens only."""
+    """Train a new model on demonstrations of training problems. The loss covers response tokens
+    only."""
     task = load_task(task_name)
     rng = random.Random(derive_seed(SEED, f"tiny/{task_name}/demonstrations"))
     model = _initial_model(tokenizer, recipe, derive_seed(SEED, f"tiny/{task_name}/weights"))
@@ -142,11 +163,14 @@ def warm_start(task_name: str, tokenizer: Qwen2Tokenizer, recipe: Recipe) -> Qwe
         betas=(0.9, 0.98),
         weight_decay=recipe.weight_decay,
     )
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _learning_rate_factor(step, recipe))
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: _learning_rate_factor(step, recipe)
+    )
     for step in tqdm(range(recipe.steps), "warm start", unit="step", disable=None, leave=False):
         is_noisy = step >= recipe.clean_steps
         ids_BS, labels_BS = _demonstrations(task, rng, tokenizer, recipe.batch_size, is_noisy)
-        # Padding is on the right, and causal attention looks left only, so no attention mask is needed.
+        # Padding is on the right, and causal attention looks left only, so no attention mask is
+        # needed.
         logits_BSV = model(input_ids=ids_BS, use_cache=False).logits
         loss = cross_entropy(
             logits_BSV[:, :-1].flatten(0, 1),
@@ -193,7 +217,8 @@ def _learning_rate_factor(step: int, recipe: Recipe) -> float:
 def _demonstrations(
     task: Task, rng: random.Random, tokenizer: Qwen2Tokenizer, batch_size: int, noisy: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Training problems with one response each: ids and labels, ``[B, S]``. Only tokens of the response have labels."""
+    """Training problems with one response each: ids and labels, ``[B, S]``. Only tokens of the
+    response have labels."""
     ids = []
     labels = []
     while len(ids) < batch_size:
@@ -209,7 +234,9 @@ def _demonstrations(
             is_response = message["role"] == "assistant"
             text = message["content"] + EOS
             if not is_response:
-                text = tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
+                text = tokenizer.apply_chat_template(
+                    [message], tokenize=False, add_generation_prompt=True
+                )
                 if row_ids:
                     text = "\n" + text  # what follows EOS where a tool answers a response
             message_ids = tokenizer.encode(text, add_special_tokens=False)

@@ -7,23 +7,28 @@ single process.
 
 # ruff: noqa: F401, names for other rooms
 
-from grpo.distributed.launch import available_cores, launch_environment, set_cpu_threads, start_world
+from grpo.distributed.launch import (
+    available_cores,
+    launch_environment,
+    set_cpu_threads,
+    start_world,
+)
 from grpo.distributed.parallel import (
     compute_inside,
+    full_tensor,
     gathered,
-    give_back,
     gradient_sync,
     is_sharded,
+    local_shard,
+    reshard,
     shard,
-    share,
-    whole,
     wrap_data_parallel,
 )
 from grpo.distributed.tensors import (
+    full_trained_weights,
     load_tensors,
     optimizer_tensors,
     save_tensors,
     saved_names,
-    whole_trained_weights,
 )
 from grpo.distributed.world import Interrupted, OtherRankFailed, World

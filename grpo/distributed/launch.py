@@ -126,7 +126,9 @@ def _choose_device(wanted: str, local_rank: int, local_size: int) -> torch.devic
         return torch.device("cpu")
     count = torch.cuda.device_count()
     if local_size > count:
-        raise ValueError(f"{local_size} processes, but {count} CUDA devices here: use --nproc_per_node={count}")
+        raise ValueError(
+            f"{local_size} processes, but {count} CUDA devices here: use --nproc_per_node={count}"
+        )
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     return device

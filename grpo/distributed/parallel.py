@@ -44,12 +44,14 @@ def wrap_data_parallel(
     make DDP rebuild its buckets before training starts. ``any_forward`` returns any scalar that
     depends on all parameters.
     """
-    if world.is_alone or is_sharded(module):
+    if world.is_single_process or is_sharded(module):
         return module
     # The argument that keeps a forward pass from sending buffers has another name from torch 2.13
     # on.
     known = inspect.signature(DistributedDataParallel).parameters
-    sync_buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+    sync_buffers = (
+        "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+    )
     wrapped = DistributedDataParallel(
         module,
         device_ids=[world.device] if world.device.type == "cuda" else None,
@@ -89,7 +91,7 @@ def shard(
 
     Args:
         layers: parts of ``root``, whose weights are freed after each forward pass;
-            :func:`give_back` frees the others.
+            :func:`reshard` frees the others.
         shard_size: so many neighbouring ranks share one copy, which the others replicate (HSDP);
             None: all ranks.
         to_host: weights, gradients and Adam's averages lie in host memory; a layer goes to the GPU
@@ -147,20 +149,20 @@ def gathered(module: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        give_back(module)
+        reshard(module)
 
 
-def give_back(root: nn.Module) -> None:
+def reshard(root: nn.Module) -> None:
     """Free the root group's whole weights, which a pass without gradient leaves in memory."""
     if is_sharded(root):
         root.reshard()
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The whole of a sharded tensor, gathered from all ranks; a plain tensor as it is."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def share(tensor: torch.Tensor) -> torch.Tensor:
+def local_shard(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's share of a sharded tensor, which may be empty; a plain tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

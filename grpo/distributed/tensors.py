@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.state_dict import (
 from grpo.distributed.parallel import is_sharded
 
 
-def whole_trained_weights(
+def full_trained_weights(
     model: nn.Module,
     unreached: Iterable[nn.Parameter] = (),
 ) -> dict[str, torch.Tensor]:
@@ -73,14 +73,16 @@ def optimizer_tensors(
     return tensors
 
 
-def save_tensors(tensors: dict[str, torch.Tensor], folder: Path, *, is_alone: bool) -> None:
+def save_tensors(
+    tensors: dict[str, torch.Tensor], folder: Path, *, is_single_process: bool
+) -> None:
     """Write the tensors into ``folder``: this process alone, or all ranks together, which then fail
     together."""
     with _plain_errors():
         # A thread may save while decode steps are captured, which forbids host syncs. Without
         # copying ahead the writer makes no CUDA calls for tensors on the host.
         writer = dcp.FileSystemWriter(folder, per_thread_copy_ahead=0)
-        dcp.save(tensors, storage_writer=writer, no_dist=is_alone)
+        dcp.save(tensors, storage_writer=writer, no_dist=is_single_process)
 
 
 def saved_names(folder: Path) -> set[str]:

@@ -51,7 +51,7 @@ class World:
         return self.rank == 0
 
     @property
-    def is_alone(self) -> bool:
+    def is_single_process(self) -> bool:
         """True if there is no other rank, so that collectives and DDP are left out."""
         return self.size == 1 and not self.keeps_collectives
 
@@ -61,7 +61,9 @@ class World:
         ``seconds[phase]``."""
         self.phase = phase
         start = time.perf_counter()
-        with torch.profiler.record_function(phase):  # names the block in a profiler trace; free without a profiler
+        with torch.profiler.record_function(
+            phase
+        ):  # names the block in a profiler trace; free without a profiler
             yield
         # Not in a `finally`: after a failure the phase stays as it was, for the error message.
         if self.device.type == "cuda":
@@ -77,29 +79,29 @@ class World:
         """Elementwise maximum over ranks; a new tensor on the same device."""
         return self._all_reduce(tensor, dist.ReduceOp.MAX)
 
-    def all_true(self, own: bool) -> bool:
-        """A vote: True if ``own`` is true on every rank. All ranks get the same answer and so take
-        the same branch."""
-        return not bool(self.max(torch.tensor(0.0 if own else 1.0)))
+    def all_true(self, local_value: bool) -> bool:
+        """A vote: True if ``local_value`` is true on every rank. All ranks get the same answer and
+        so take the same branch."""
+        return not bool(self.max(torch.tensor(0.0 if local_value else 1.0)))
 
     def gather_rows(self, rows: Tensor) -> Tensor:
         """``[n, ...]`` on each rank to ``[n * size, ...]`` on all; rank r holds the global rows r,
         r + size, ... ."""
-        if self.is_alone:
+        if self.is_single_process:
             return rows
-        own = rows.to(self.device).contiguous()
-        parts = [torch.empty_like(own) for _ in range(self.size)]
-        dist.all_gather(parts, own)
+        local_rows = rows.to(self.device).contiguous()
+        parts = [torch.empty_like(local_rows) for _ in range(self.size)]
+        dist.all_gather(parts, local_rows)
         in_turn = torch.stack(parts, dim=1)
         return in_turn.flatten(0, 1).to(rows.device)
 
-    def own_rows(self, rows: Tensor) -> Tensor:
+    def local_rows(self, rows: Tensor) -> Tensor:
         """This rank's share of global rows; the inverse of :meth:`gather_rows`."""
         return rows[self.rank :: self.size]
 
     def gather_objects(self, thing: Any) -> list[Any]:
         """One picklable object per rank, in rank order, on every rank."""
-        if self.is_alone:
+        if self.is_single_process:
             return [thing]
         things: list[Any] = [None] * self.size
         dist.all_gather_object(things, thing)
@@ -186,12 +188,12 @@ class World:
         wait for the others."""
         sys.stdout.flush()
         sys.stderr.flush()
-        if not self.is_alone:
+        if not self.is_single_process:
             os._exit(code)
         sys.exit(code)
 
     def _all_reduce(self, tensor: Tensor, operation: dist.ReduceOp) -> Tensor:
-        if self.is_alone:
+        if self.is_single_process:
             return tensor.clone()
         result = tensor.detach().to(self.device, copy=True)
         dist.all_reduce(result, op=operation)

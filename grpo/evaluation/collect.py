@@ -1,4 +1,5 @@
-"""Sample and grade all problems, and gather the results of all ranks: no metric depends on their number."""
+"""Sample and grade all problems, and gather the results of all ranks: no metric depends on their
+number."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +24,8 @@ class ProblemResult:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The results of all problems, in their order and the same on every rank, and the metrics computed from them."""
+    """The results of all problems, in their order and the same on every rank, and the metrics
+    computed from them."""
 
     problems: list[ProblemResult]
     estimates: dict[str, Estimate]
@@ -53,7 +55,8 @@ class Evaluation:
 
 
 def eval_sampling(config: Config) -> SamplingParams:
-    """The settings of the sampled completions of an evaluation; at temperature 0 there is only the greedy one."""
+    """The settings of the sampled completions of an evaluation; at temperature 0 there is only the
+    greedy one."""
     settings = config.eval
     rollout = config.rollout
     return SamplingParams(
@@ -69,7 +72,8 @@ def eval_sampling(config: Config) -> SamplingParams:
 
 
 def check_eval_context(config: Config, path: str, problems: Sequence[Problem]) -> None:
-    """``ValueError``, before weights are loaded, if a prompt and its completion exceed the model's context."""
+    """``ValueError``, before weights are loaded, if a prompt and its completion exceed the model's
+    context."""
     check_context(
         path,
         problems,
@@ -89,12 +93,13 @@ def evaluate(
     seed: int,
     on_problems: Callable[[int], object] = lambda count: None,
 ) -> Evaluation:
-    """Evaluate a greedy completion of every problem and, if the temperature of ``sampling`` is above 0, its samples.
+    """Evaluate a greedy completion of every problem and, if the temperature of ``sampling`` is
+    above 0, its samples.
 
-    Rank r evaluates problems r, r + size, ... . Ranks exchange the results of single completions, not averages, so the
-    metrics are exact for any number of ranks. An error of ``grade`` on any rank is raised on all ranks.
-    ``on_problems`` is called with a number of problems after each sampler call.
-    """
+    Rank r evaluates problems r, r + size, ... . Ranks exchange the results of single completions,
+    not averages, so the metrics are exact for any number of ranks. An error of ``grade`` on any
+    rank is raised on all ranks. ``on_problems`` is called with a number of problems after each
+    sampler call."""
     own_indices = range(world.rank, len(problems), world.size)
     # Problems of about the same length together have less padding.
     by_length = sorted(own_indices, key=lambda index: len(problems[index].prompt_ids))
@@ -111,7 +116,7 @@ def evaluate(
     if not sampling.is_greedy:
         rounds["samples"] = sampling
 
-    own = {index: [] for index in own_indices}
+    local_rows = {index: [] for index in own_indices}
     with world.fail_together(), world.interruptible():
         for name, settings in rounds.items():
             num_problems = max(engine.rows_per_call // settings.num_generations, 1)
@@ -120,11 +125,11 @@ def evaluate(
                 chosen = [problems[index] for index in part]
                 groups = engine.generate(chosen, settings, seed_key=(seed, f"evaluation/{name}", 0))
                 for index, row in zip(part, grade(groups), strict=True):
-                    own[index] += row
+                    local_rows[index] += row
                 on_problems(len(part))
 
     gathered = {}
-    for of_rank in world.gather_objects(own):
+    for of_rank in world.gather_objects(local_rows):
         gathered |= of_rank
     results = []
     for index, problem in enumerate(problems):

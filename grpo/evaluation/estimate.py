@@ -1,13 +1,16 @@
 """Metrics of an evaluation: rates, pass@k and means, each with a 95% interval. Imports no torch.
 
-Samples of one problem are correlated, so one observation is the mean over the samples of one problem.
+Samples of one problem are correlated, so one observation is the mean over the samples of one
+problem.
 
-- Rates: Wilson's interval (1927) with the effective number of observations, ``p(1-p) / se^2``, where ``se`` is the
-  standard error of the mean over problems (Kish, 1965; Dean and Pagano, 2015). With one sample per problem that number
-  is N. The interval stays within [0, 1], and it has a width at 0 and N of N, where mean +- 2 se has none.
-- Other means (lengths, rewards): mean +- 1.96 se over problems, accurate for more than about 30 problems.
-- One problem does not show how problems differ: its samples are one observation of a rate, a mean has no interval.
-"""
+- Rates: Wilson's interval (1927) with the effective number of observations, ``p(1-p) / se^2``,
+  where ``se`` is the standard error of the mean over problems (Kish, 1965; Dean and Pagano, 2015).
+  With one sample per problem that number is N. The interval stays within [0, 1], and it has a width
+  at 0 and N of N, where mean +- 2 se has none.
+- Other means (lengths, rewards): mean +- 1.96 se over problems, accurate for more than about 30
+  problems.
+- One problem does not show how problems differ: its samples are one observation of a rate, a mean
+has no interval."""
 
 import itertools
 import math
@@ -25,13 +28,15 @@ class CompletionResult:
     correct: bool
     formatted: bool
     lenient: bool | None
-    """True if the last number in the text equals the answer, with or without tags; None if the problem has none."""
+    """True if the last number in the text equals the answer, with or without tags; None if the
+    problem has none."""
     length: int
     truncated: bool
     rewards: dict[str, float | None] = field(default_factory=dict)
     """The value of each reward, without its weight; None where the reward could not score."""
     scored: bool = True
-    """False if the correctness reward could not score the completion, which then counts as wrong."""
+    """False if the correctness reward could not score the completion, which then counts as
+    wrong."""
     text: str | None = None
 
 
@@ -40,19 +45,23 @@ Rows = Sequence[Sequence[CompletionResult]]
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """Unbiased estimate, from n samples of which c are correct, of the probability that at least one of k is correct.
+    """Unbiased estimate, from n samples of which c are correct, of the probability that at least
+    one of k is correct.
 
-    ``1 - C(n - c, k) / C(n, k)`` (Chen et al., 2021, eq. 1), with exact integers. ``ValueError`` if c or k exceeds n.
-    """
+    ``1 - C(n - c, k) / C(n, k)`` (Chen et al., 2021, eq. 1), with exact integers. ``ValueError`` if
+    c or k exceeds n."""
     if not (0 <= num_correct <= num_samples and 1 <= k <= num_samples):
-        raise ValueError(f"num_correct={num_correct} or k={k} is not possible with num_samples={num_samples}")
+        raise ValueError(
+            f"num_correct={num_correct} or k={k} is not possible with num_samples={num_samples}"
+        )
     total = math.comb(num_samples, k)
     return (total - math.comb(num_samples - num_correct, k)) / total
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A metric with its 95% interval and, for a share, the exact count: ``count`` of ``of`` completions."""
+    """A metric with its 95% interval and, for a share, the exact count: ``count`` of ``of``
+    completions."""
 
     value: float
     low: float
@@ -62,7 +71,8 @@ class Estimate:
 
 
 def wilson(rate: float, observations: float) -> tuple[float, float]:
-    """Wilson's score interval (1927) of a rate in [0, 1], from independent observations (not always whole)."""
+    """Wilson's score interval (1927) of a rate in [0, 1], from independent observations (not always
+    whole)."""
     z2 = Z * Z / observations
     centre = (rate + z2 / 2) / (1 + z2)
     variance = rate * (1 - rate) / observations + z2 / (4 * observations)
@@ -78,7 +88,8 @@ def rate_of(
     samples: int,
     value: float | None = None,
 ) -> tuple[float, float, float]:
-    """``(rate, low, high)`` from one number in [0, 1] per problem, each the mean of so many ``samples``.
+    """``(rate, low, high)`` from one number in [0, 1] per problem, each the mean of so many
+    ``samples``.
 
     ``value`` is the rate, if it is known more exactly than the mean of ``values``.
     """
@@ -86,7 +97,8 @@ def rate_of(
     mean = math.fsum(values) / N
     p = mean if value is None else value
     variance_of_mean = math.fsum((v - mean) ** 2 for v in values) / N / N
-    # Between N (all samples of a problem have the same result) and N * samples (samples are independent).
+    # Between N (all samples of a problem have the same result) and N * samples (samples are
+    # independent).
     effective = N * samples
     if variance_of_mean > 0:
         effective = p * (1 - p) / variance_of_mean
@@ -97,14 +109,16 @@ def rate_of(
 
 
 def mean_of(rows: Sequence[Sequence[float]]) -> Estimate:
-    """The mean of all values, with its interval over problems (NaN for fewer than two), one row each."""
+    """The mean of all values, with its interval over problems (NaN for fewer than two), one row
+    each."""
     mean = math.nan
     se = math.nan
     num_values = sum(map(len, rows))
     if num_values > 0:
         mean = math.fsum(itertools.chain(*rows)) / num_values
     if sum(map(bool, rows)) > 1:
-        # The mean is the ratio of two sums over problems, which is linearised: each problem has a residual.
+        # The mean is the ratio of two sums over problems, which is linearised: each problem has a
+        # residual.
         N = len(rows)
         squares = []
         for row in rows:
@@ -118,12 +132,13 @@ def estimates(
     greedy: Sequence[CompletionResult],
     samples: Rows,
 ) -> dict[str, Estimate]:
-    """All metrics of an evaluation by name, from one greedy result per problem and equally many samples, also none.
+    """All metrics of an evaluation by name, from one greedy result per problem and equally many
+    samples, also none.
 
-    ``eval/greedy_accuracy``; with samples, ``eval/mean@<n>`` and ``eval/pass@<k>`` for every k up to n. Of the samples,
-    or else of the greedy completions, ``format``, ``lenient_accuracy``, ``mean_length``, ``truncated`` and
-    ``rewards/<name>``; with samples, the first four of these for the greedy completions too, as ``greedy_...``.
-    """
+    ``eval/greedy_accuracy``; with samples, ``eval/mean@<n>`` and ``eval/pass@<k>`` for every k up
+    to n. Of the samples, or else of the greedy completions, ``format``, ``lenient_accuracy``,
+    ``mean_length``, ``truncated`` and ``rewards/<name>``; with samples, the first four of these for
+    the greedy completions too, as ``greedy_...``."""
     greedy_rows = [[result] for result in greedy]
     found = {"eval/greedy_accuracy": _share(greedy_rows, "correct")}
     n = len(samples[0])
@@ -170,7 +185,8 @@ def _other_metrics(rows: Rows, prefix: str) -> dict[str, Estimate]:
 
 
 def _share(rows: Rows, attribute: str) -> Estimate:
-    """The share of completions for which an attribute of their result is true; problems with None are left out."""
+    """The share of completions for which an attribute of their result is true; problems with None
+    are left out."""
     counts = []
     for row in rows:
         values = [getattr(result, attribute) for result in row]

@@ -1,4 +1,5 @@
-"""Grade completions with the rewards of a run: is a completion correct, well-formed, correct by its last number."""
+"""Grade completions with the rewards of a run: is a completion correct, well-formed, correct by its
+last number."""
 
 from collections.abc import Sequence
 
@@ -18,10 +19,10 @@ ANSWER_CHECKERS = (*COMPARING, "countdown", "python_tests", "reasoning_gym")
 class Grader:
     """``grade(groups)``: the results of each group's completions, from the rewards of the run.
 
-    Correct: the reward ``eval.correctness`` (by default the first that checks answers) is above ``correct_above``.
-    Well-formed: the reward ``eval.format`` (by default ``format``) is above 0. Without it, a response is well-formed if
-    it has an answer where ``accuracy`` looks for one (modes ``boxed``, ``####``), else if it has think and answer tags.
-    """
+    Correct: the reward ``eval.correctness`` (by default the first that checks answers) is above
+    ``correct_above``. Well-formed: the reward ``eval.format`` (by default ``format``) is above 0.
+    Without it, a response is well-formed if it has an answer where ``accuracy`` looks for one
+    (modes ``boxed``, ``####``), else if it has think and answer tags."""
 
     def __init__(
         self,
@@ -97,4 +98,6 @@ def check_reward_names(config: EvalConfig, names: Sequence[str]) -> None:
     """``ValueError`` unless ``eval.correctness`` and ``eval.format`` are among the rewards."""
     unknown = {config.correctness, config.format} - {None, *names}
     if unknown:
-        raise ValueError(f"eval.correctness and eval.format take one of {', '.join(names)}, not {unknown}")
+        raise ValueError(
+            f"eval.correctness and eval.format take one of {', '.join(names)}, not {unknown}"
+        )

@@ -104,7 +104,9 @@ def load_tokenizer(
     # Without any tokenizer file transformers returns a tokenizer that has special tokens only.
     words = tokenizer.get_vocab().keys() - tokenizer.get_added_vocab().keys()
     if not words:
-        raise ValueError(f"{path} has no tokenizer: put tokenizer.json (or vocab files) beside the model")
+        raise ValueError(
+            f"{path} has no tokenizer: put tokenizer.json (or vocab files) beside the model"
+        )
     if chat_template is not None:
         tokenizer.chat_template = chat_template
     return tokenizer
@@ -122,7 +124,9 @@ def check_reference(
     completion."""
     other = load_tokenizer(path, trust_remote_code=trust_remote_code)
     if other.get_vocab() != tokenizer.get_vocab():
-        raise ValueError(f"{REFERENCE}={path} has another vocabulary than the model that is trained")
+        raise ValueError(
+            f"{REFERENCE}={path} has another vocabulary than the model that is trained"
+        )
     check_context(path, problems, max_length, trust_remote_code=trust_remote_code)
 
 
@@ -158,14 +162,20 @@ def load_policy(
         torch.backends.cuda.enable_cudnn_sdp(False)
     if gradient_checkpointing:
         # Renamed in transformers 5.23, where the old name still works and warns.
-        enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+        enable = getattr(
+            model, "activation_checkpointing_enable", model.gradient_checkpointing_enable
+        )
         enable({"use_reentrant": False})
     eos_ids = end_tokens(model, tokenizer)
     if not eos_ids:
-        raise ValueError(f"{path}: neither tokenizer nor config names an EOS token, so no completion can end")
+        raise ValueError(
+            f"{path}: neither tokenizer nor config names an EOS token, so no completion can end"
+        )
     vocabulary = len(model.get_input_embeddings().weight)
     if len(tokenizer) > vocabulary:
-        raise ValueError(f"{path}: the tokenizer has {len(tokenizer)} tokens, the embedding only {vocabulary} rows")
+        raise ValueError(
+            f"{path}: the tokenizer has {len(tokenizer)} tokens, the embedding only {vocabulary} rows"
+        )
     pad_id = tokenizer.pad_token_id
     if pad_id is None:
         pad_id = eos_ids[0]
@@ -191,7 +201,9 @@ def _load_weights(path: str, **options: Any) -> PreTrainedModel:
         )
     if report["missing_keys"]:
         missing = min(report["missing_keys"])
-        raise ValueError(f"{path}: the files lack weights that config.json asks for: {missing} is missing")
+        raise ValueError(
+            f"{path}: the files lack weights that config.json asks for: {missing} is missing"
+        )
     return model
 
 

@@ -19,7 +19,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from grpo.algorithm.logprobs import CompletionScorer
-from grpo.distributed import give_back
+from grpo.distributed import reshard
 from grpo.model.policy import Policy, check_finite, reading
 from grpo.system import import_extra
 
@@ -109,7 +109,9 @@ def read_adapter(
     for name, value in vars(config).items():
         is_default = not value or value == getattr(plain, name, None)
         if not is_default and name not in PLAIN and value != "gaussian":
-            raise ValueError(f"{folder} is not plain LoRA ({name}): merge it into its model with peft")
+            raise ValueError(
+                f"{folder} is not plain LoRA ({name}): merge it into its model with peft"
+            )
     config.lora_dropout = dropout
     config.inference_mode = False
     _inject(policy, config, base, seed=0)
@@ -139,7 +141,11 @@ def _inject(policy: Policy, config: Any, base: str, seed: int) -> None:
     model.disable_input_require_grads()
     # transformers has deprecated what peft calls.
     quiet = warnings.catch_warnings(action="ignore", category=FutureWarning)
-    with torch.random.fork_rng(devices=[]), quiet, reading(f"lora.target_modules={config.target_modules}"):
+    with (
+        torch.random.fork_rng(devices=[]),
+        quiet,
+        reading(f"lora.target_modules={config.target_modules}"),
+    ):
         torch.default_generator.manual_seed(seed)
         policy.adapter = peft.get_peft_model(model, config)
     model.disable_input_require_grads()
@@ -217,7 +223,7 @@ class AdapterReference:
         finally:
             # Before peft says again which parameters are trained: it must say it of the shares, not
             # of the whole weights.
-            give_back(self.scorer)
+            reshard(self.scorer)
             adapter.base_model.enable_adapter_layers()
             adapter.set_adapter(TRAINED)
             for parameter in self.policy.unreached.values():  # peft trains all of an adapter

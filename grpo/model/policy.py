@@ -63,7 +63,7 @@ class Policy:
         """See :func:`context_limit`."""
         return context_limit(self.model.config)
 
-    def check_room(self, prompt_length: int, max_length: int) -> None:
+    def check_context_room(self, prompt_length: int, max_length: int) -> None:
         """UserError if a prompt and a completion of ``max_length`` tokens exceed the context
         together."""
         context = self.context_length
@@ -143,7 +143,10 @@ def context_limit(config: PreTrainedConfig) -> int | None:
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
     # Some models have one entry for each type of layer.
     for options in (rope, *rope.values()):
-        if isinstance(options, dict) and options.get("rope_type", options.get("type")) in ("longrope", "su"):
+        if isinstance(options, dict) and options.get("rope_type", options.get("type")) in (
+            "longrope",
+            "su",
+        ):
             original = options.get("original_max_position_embeddings")
             limit = original or text.original_max_position_embeddings
     return limit
@@ -252,7 +255,9 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     or ValueError."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     if not lists:
-        raise ValueError(f"{type(model).__name__} has no list of decoder layers: set runtime.parallel=ddp")
+        raise ValueError(
+            f"{type(model).__name__} has no list of decoder layers: set runtime.parallel=ddp"
+        )
     return list(max(lists, key=num_parameters))
 
 

@@ -1,1 +1,2 @@
-"""``python -m grpo.report RUN ...``: one HTML file, readable offline, that shows a run or compares several."""
+"""``python -m grpo.report RUN ...``: one HTML file, readable offline, that shows a run or compares
+several."""

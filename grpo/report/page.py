@@ -1,9 +1,8 @@
 """Builds the report: one HTML file that holds the runs as JSON and a script that shows them.
 
-The text of completions is not trusted, and no HTML parser reads it: in the JSON every character that could end the
-script element is escaped, the script fills text nodes only, and the page's Content Security Policy forbids the network
-and any other script.
-"""
+The text of completions is not trusted, and no HTML parser reads it: in the JSON every character
+that could end the script element is escaped, the script fills text nodes only, and the page's
+Content Security Policy forbids the network and any other script."""
 
 import base64
 import hashlib
@@ -58,7 +57,8 @@ def build_page(
     *,
     reload_s: int | None = None,
 ) -> str:
-    """The whole file as ASCII text. An open page reloads its file every ``reload_s`` seconds; with None it does not."""
+    """The whole file as ASCII text. An open page reloads its file every ``reload_s`` seconds; with
+    None it does not."""
     names = [run.name for run in runs]
     if len(set(names)) < len(names):
         names = [f"{name} ({i})" for i, name in enumerate(names, start=1)]
@@ -84,7 +84,8 @@ def build_page(
         "DATA": embed(data),
         "SCRIPT": script,
     }
-    # Not str.format or repeated replace: a part may contain the name of another part, such as @@DATA@@.
+    # Not str.format or repeated replace: a part may contain the name of another part, such as
+    # @@DATA@@.
     texts = _template("page.html").split("@@")
     texts[1::2] = [parts[name] for name in texts[1::2]]
     whole = "".join(texts)

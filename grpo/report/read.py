@@ -24,7 +24,8 @@ NOT_OF_EVALUATIONS = (
     "eval.every",
     "eval.max_",
 )
-"""Beginnings of keys of ``data`` and ``eval`` on which no evaluation depends, or which are compared otherwise."""
+"""Beginnings of keys of ``data`` and ``eval`` on which no evaluation depends, or which are compared
+otherwise."""
 
 
 @dataclass
@@ -52,7 +53,8 @@ def read_run(
     *,
     max_samples: int = 400,
 ) -> RunData:
-    """Read a run; of more than about ``max_samples`` completions, those of every n-th step; 0: none."""
+    """Read a run; of more than about ``max_samples`` completions, those of every n-th step; 0:
+    none."""
     folder = Path(folder)
     file = folder / "config.yaml"
     values = {}
@@ -88,7 +90,8 @@ def read_run(
 
 
 def _by_step(path: Path) -> dict[int, dict[str, Any]]:
-    """The objects of a file by their step, in order. If a step comes twice, the later line counts."""
+    """The objects of a file by their step, in order. If a step comes twice, the later line
+    counts."""
     lines = {line["step"]: json_safe(line) for line in read_lines(path)}
     return dict(sorted(lines.items()))
 
@@ -103,11 +106,16 @@ def _read_completions(
     per_step = run.config.get("logging.log_completions", 1)
     shown = every_nth(paths, len(paths) * per_step // max_samples)
     if len(shown) < len(paths):
-        run.notes.append(f"Completions of {len(shown)} of {len(paths)} steps are shown; --max-samples shows more.")
+        run.notes.append(
+            f"Completions of {len(shown)} of {len(paths)} steps are shown; --max-samples shows more."
+        )
     for path in shown:
         try:
             run.samples.extend(read_samples(path))
-        except (OSError, ValueError):  # after a power cut; pyarrow's errors inherit from one of the two
+        except (
+            OSError,
+            ValueError,
+        ):  # after a power cut; pyarrow's errors inherit from one of the two
             run.notes.append(f"completions/{path.name} could not be read.")
 
 
@@ -136,10 +144,11 @@ def evaluation_names(run: RunData) -> list[str]:
 
 
 def before_and_after(run: RunData) -> list[dict[str, Any]]:
-    """``{name, is_rate, before, after}`` of each evaluation metric; sides are ``{step, value, low, high}`` or None.
+    """``{name, is_rate, before, after}`` of each evaluation metric; sides are ``{step, value, low,
+    high}`` or None.
 
-    ``before`` is the evaluation of step 0, before training. ``low`` and ``high`` are the 95% interval, or None.
-    """
+    ``before`` is the evaluation of step 0, before training. ``low`` and ``high`` are the 95%
+    interval, or None."""
     found = evaluations(run)
     before = {}
     if found and found[0]["step"] == 0:
@@ -188,7 +197,8 @@ def reward_before_and_after(run: RunData) -> dict[str, Any] | None:
 
 
 def evaluation_settings(run: RunData) -> dict[str, Any]:
-    """The settings on which the numbers of an evaluation depend besides the model, rewards and seed."""
+    """The settings on which the numbers of an evaluation depend besides the model, rewards and
+    seed."""
     config = run.config
     start = run.starts[-1] if run.starts else {}
     limit = config.get("eval.max_completion_length")

@@ -1,4 +1,5 @@
-"""Reward functions, built-in and the user's own, most of them in worker processes. See ``docs/rewards.md``.
+"""Reward functions, built-in and the user's own, most of them in worker processes. See
+``docs/rewards.md``.
 
 The worker processes import this package too, so it imports no torch.
 """

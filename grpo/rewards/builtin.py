@@ -208,7 +208,9 @@ def _group_reader(pattern: str, group: str):
     """
     compiled = re.compile(pattern, re.DOTALL)
     if group not in compiled.groupindex:
-        raise ValueError(f"the answer is read from a group (?P<{group}>...), and {pattern!r} has no group of that name")
+        raise ValueError(
+            f"the answer is read from a group (?P<{group}>...), and {pattern!r} has no group of that name"
+        )
 
     def read(text):
         match = compiled.fullmatch(text)
@@ -232,7 +234,9 @@ def soft_overlong(
     ``max_length``, and -1 beyond.
     """
     if not 0 < cache_length <= max_length:
-        raise ValueError(f"soft_overlong needs 0 < cache_length <= max_length, got {cache_length} and {max_length}")
+        raise ValueError(
+            f"soft_overlong needs 0 < cache_length <= max_length, got {cache_length} and {max_length}"
+        )
     free_length = max_length - cache_length
     remaining = [(free_length - len(ids)) / cache_length for ids in completion_ids]
     return [max(-1.0, min(0.0, part)) for part in remaining]

@@ -158,7 +158,9 @@ def check_rows(
 def _check_reference(value: object) -> None:
     if isinstance(value, Mapping):
         keys = ", ".join(map(str, value))
-        raise ValueError(f"a mapping is no answer: data.answer_column=COLUMN.KEY takes one of its keys, {keys}")
+        raise ValueError(
+            f"a mapping is no answer: data.answer_column=COLUMN.KEY takes one of its keys, {keys}"
+        )
     if isinstance(value, str) and re.fullmatch(_TEXT_OF_LIST, value):
         raise ValueError(
             f"{value:.60} is the text of a list: data.answer_pattern takes an answer out of it, "
@@ -230,7 +232,9 @@ def _read_case(test: Mapping) -> dict:
     elif isinstance(result, list) and len(result) == 1:  # APPS wraps results in a list
         right += result
     if not name or not isinstance(arguments, list):
-        raise ValueError(f"a test of type {kind} needs the name of a function (fn_name) and a list of arguments")
+        raise ValueError(
+            f"a test of type {kind} needs the name of a function (fn_name) and a list of arguments"
+        )
     return {"function": name, "input": json.dumps(arguments), "output": json.dumps(right)}
 
 

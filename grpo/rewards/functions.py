@@ -239,7 +239,9 @@ def check_arguments(spec: str, function: Callable[..., Any], args: Mapping[str, 
         what = f"reward {spec!r}: {name}"
         if name not in info.configurable and (not takes_any or name in TRAINER_ARGUMENTS):
             known = ", ".join(info.configurable)
-            raise ValueError(f"reward {spec!r} has no argument {name!r} for its args; it has {known}")
+            raise ValueError(
+                f"reward {spec!r} has no argument {name!r} for its args; it has {known}"
+            )
         # What another function does with its arguments is not known here.
         if not info.is_builtin:
             continue

@@ -91,8 +91,8 @@ class RewardResult:
         """``[F]`` rows in which the function raised, hung, killed its worker, or was skipped after
         too many of them."""
         self.environment_failures: list[str] = []
-        """Reason of the failure of each environment that got an action or has failed; empty if it works.
-        Functions do not get the rows of those that have failed."""
+        """Reason of the failure of each environment that got an action or has failed; empty if it
+        works. Functions do not get the rows of those that have failed."""
         self.first_traceback = {}
         """Function name -> its failure in the first row: a traceback, or a sentence for a timeout
         or a death."""

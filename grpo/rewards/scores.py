@@ -5,7 +5,7 @@ import it.
 from collections.abc import Sequence
 from typing import Any
 
-from grpo.algorithm.batch import Completion, Group, Turns
+from grpo.algorithm.batch import Completion, Group, MultiTurnCompletion
 from grpo.rewards.calls import OUTSIDE_TRAINING, TrainerState
 from grpo.rewards.runner import RewardResult, RewardRunner
 
@@ -24,14 +24,14 @@ def score_groups(
     records = []
     for group in groups:
         problem = group.problem
-        prompt = problem.prompt_of_rewards
+        prompt = problem.prompt_for_rewards
         for completion in group.completions:
             prompts.append(prompt)
             completions.append(_as_rewards_get_it(prompt, completion))
             completion_ids.append(list(completion.sampled_ids))
             failure = None
             record = dict(problem.columns)
-            if isinstance(completion, Turns) and completion.environment is not None:
+            if isinstance(completion, MultiTurnCompletion) and completion.environment is not None:
                 failure = completion.environment_failure
                 record["environments"] = completion.environment
                 record["environment_rewards"] = completion.environment_reward
@@ -60,6 +60,6 @@ def _as_rewards_get_it(prompt: Any, completion: Completion) -> Any:
     # The text of a conversation is that of its last turn.
     if isinstance(prompt, str):
         return completion.text
-    if isinstance(completion, Turns) and completion.messages:
+    if isinstance(completion, MultiTurnCompletion) and completion.messages:
         return [dict(message) for message in completion.messages]
     return [{"role": "assistant", "content": completion.text}]

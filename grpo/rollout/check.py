@@ -1,4 +1,5 @@
-"""The check at a start: which ways of scoring and sampling give what the model's own forward pass gives."""
+"""The check at a start: which ways of scoring and sampling give what the model's own forward pass
+gives."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from grpo.rollout.prefill import prefill
 LENGTH = 7
 """Tokens of the longest prompt, unless a window asks for more."""
 SAME = 1e-4
-"""Bound of the differences of fast code in fp32, where the order of sums differs, as of :func:`is_close`."""
+"""Bound of the differences of fast code in fp32, where the order of sums differs, as of
+:func:`is_close`."""
 
 
 def check_model(
@@ -26,7 +28,8 @@ def check_model(
     disable_dropout: bool = True,
     reach: int = 0,
 ) -> str | None:
-    """Compare log-probs of a few short rows, computed in all ways, and switch on the fast ways that are right.
+    """Compare log-probs of a few short rows, computed in all ways, and switch on the fast ways that
+    are right.
 
     Before it, scoring and sampling compute in the slow ways that are right for every model. It sets
     ``scorer.plain_head``, ``scorer.packed`` and ``policy.is_llama``, and changes no global random
@@ -60,7 +63,9 @@ def check_model(
             turn_dropout_off(model)
             for found_N in in_training_mode(policy, lambda: _scored(scorer, batch)):
                 if not is_close(found_N, expected_N, bound):
-                    raise ValueError(f"{name} is random in training mode: set model.disable_dropout=false")
+                    raise ValueError(
+                        f"{name} is random in training mode: set model.disable_dropout=false"
+                    )
             why_padded = _pack(policy, scorer, batch, expected_N)
         if why_padded is None:
             policy.is_llama = _is_llama(policy, scorer, batch)
@@ -75,7 +80,8 @@ def check_model(
 
 
 def _short_batch(policy: Policy, longest: int) -> Batch:
-    """A prompt of ``longest`` tokens and one of a single token, each with completions of 2 and of 6 tokens."""
+    """A prompt of ``longest`` tokens and one of a single token, each with completions of 2 and of 6
+    tokens."""
     vocabulary = len(policy.model.get_input_embeddings().weight)
     ids = tuple(n % vocabulary for n in range(3, longest + 11))
     completions = Completion(ids[-8:-6], "", True), Completion(ids[-6:], "", True)
@@ -104,7 +110,8 @@ def _decoded(
     llama_decoder: LlamaDecoder | None = None,
     far: int = 0,
 ) -> Tensor:
-    """Log-probs ``[N]`` by decode steps as in a rollout; the first row of each group leaves on the way.
+    """Log-probs ``[N]`` by decode steps as in a rollout; the first row of each group leaves on the
+    way.
 
     The completions continue ``far`` positions behind their prompts, and then no row leaves.
     """
@@ -135,7 +142,8 @@ def _pack(
     batch: Batch,
     expected_N: Tensor,
 ) -> str | None:
-    """Switch model and scorer to packed rows and forked caches. Otherwise return the reason, and change nothing."""
+    """Switch model and scorer to packed rows and forked caches. Otherwise return the reason, and
+    change nothing."""
     if not scorer.plain_head:
         return "its head does more than a product with the last hidden state"
     if reason := enable_packing(policy.model):
@@ -154,7 +162,8 @@ def _pack(
 
 
 def _is_llama(policy: Policy, scorer: CompletionScorer, batch: Batch) -> bool:
-    """True if decode steps of :class:`LlamaDecoder` give the log-probs of the model's own modules."""
+    """True if decode steps of :class:`LlamaDecoder` give the log-probs of the model's own
+    modules."""
     if type(policy.backbone).__name__ not in LLAMA_SHAPED:
         return False
     # At the end of the context too: some models scale queries by position.

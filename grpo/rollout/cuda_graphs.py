@@ -6,9 +6,8 @@ A captured step reads and writes the tensors that it was captured with, so no sh
 attends to a fixed number of own tokens, of which those not drawn yet are masked. When rows leave or
 join, or have as many tokens as it attends to, the next step is captured anew.
 
-An H100 has run an earlier form of this (``benchmarks/results/h100.md``). Tests capture and replay the
-steps on an emulated CUDA device (``tests/cuda/``), and run them on the CPU without graphs.
-"""
+An H100 has run an earlier form of this (``benchmarks/results/h100.md``). Tests capture and replay
+the steps on an emulated CUDA device (``tests/cuda/``), and run them on the CPU without graphs."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ from grpo.attention.precision import is_close
 from grpo.rollout.llama_decoder import LlamaDecoder
 from grpo.system import first_line
 
-OWN_BUCKET = 256
+COMPLETION_BUCKET = 256
 """The number of own tokens that a step attends to is a multiple of this."""
 
 
@@ -53,8 +52,8 @@ class CapturedSteps:
         if not self.graphs.are_on:
             return self.decoder(token_R, cache)
 
-        num_buckets = cache.length // OWN_BUCKET + 1
-        width = min(num_buckets * OWN_BUCKET, cache.capacity)
+        num_buckets = cache.length // COMPLETION_BUCKET + 1
+        width = min(num_buckets * COMPLETION_BUCKET, cache.capacity)
         fixed = self.cache
         # Rows change together with ``start_R``.
         if fixed and fixed.start_R is cache.start_R and fixed.length == width:
@@ -123,7 +122,7 @@ class FixedWidthCache(ForkedCache):
         self.index_C = torch.arange(width, device=self.start_R.device)
         self.length = width
         # What is masked counts 0 times its value, and memory without tokens may hold NaN.
-        for buffers in self.own.values():
+        for buffers in self.completion_kv.values():
             for buffer in buffers:
                 buffer[:, :, cache.length : width] = 0
 
@@ -131,7 +130,7 @@ class FixedWidthCache(ForkedCache):
         self.mask_R1NS = None
         is_before_RC = self.index_C < self.start_R[:, None]
         is_later_C = self.index_C > self.last_1
-        self.own_bias = additive_mask(is_before_RC | is_later_C, self.dtype)
+        self.completion_bias = additive_mask(is_before_RC | is_later_C, self.dtype)
         return self.offset_R + self.last_1
 
     def _store_token(
@@ -140,6 +139,6 @@ class FixedWidthCache(ForkedCache):
         k_RK1D: Tensor,
         v_RK1D: Tensor,
     ) -> None:
-        keys, values = self.own[layer]
+        keys, values = self.completion_kv[layer]
         keys.index_copy_(2, self.last_1, k_RK1D)
         values.index_copy_(2, self.last_1, v_RK1D)

@@ -96,7 +96,7 @@ def decode(
     rows = [Row(number, prompt) for number, prompt in enumerate(prompts)]
     num_started = 0
     batch = _Batch([])
-    away = _RowsAway()
+    away = _PausedRows()
     while True:
         # Rows come back with their answers, and waiting rows start.
         half_are_away = len(away.rows) >= max(len(batch.live), 1)
@@ -212,7 +212,7 @@ class _Batch:
         self.live = list(range(len(self.rows)))
 
 
-class _RowsAway:
+class _PausedRows:
     """The rows that have ended a turn and wait for an answer, with their keys and values.
 
     Models that cannot be packed have a cache that rows cannot join. Their keys and values are

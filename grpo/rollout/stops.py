@@ -31,8 +31,9 @@ class Stops:
         tokens."""
 
         # The text of a sequence usually holds the texts of its parts, so that one search in all new
-        # tokens can show that none ends a stop string. Exceptions are tokenizers that remove spaces,
-        # and a stop string with U+FFFD, the text of half a character: the next token completes it.
+        # tokens can show that none ends a stop string. Exceptions are tokenizers that remove
+        # spaces, and a stop string with U+FFFD, the text of half a character: the next token
+        # completes it.
         cleans_up = getattr(self.tokenizer, "clean_up_tokenization_spaces", False)
         self.neighbours_keep_text = not cleans_up and "\ufffd" not in "".join(stop)
 

@@ -1,8 +1,12 @@
-"""Copies of linear layers' weights for the time of a rollout, in the form that every decode step reads fastest.
+"""Copies of linear layers' weights for the time of a rollout, in the form that every decode step
+reads fastest.
 
-- In the dtype of the product: autocast would cast the fp32 master weights to bf16 again at every token.
-- On CPU in the memory layout of oneDNN's kernels: reordering takes 20 to 40% of a plain product (32 rows, two cores).
-- Layers with the same input (queries, keys and values; a gated MLP) as one product: each call costs about 15 us.
+- In the dtype of the product: autocast would cast the fp32 master weights to bf16 again at every
+  token.
+- On CPU in the memory layout of oneDNN's kernels: reordering takes 20 to 40% of a plain product (32
+  rows, two cores).
+- Layers with the same input (queries, keys and values; a gated MLP) as one product: each call costs
+  about 15 us.
 - With LoRA, the sum ``W + scale * B @ A``, added up in fp32: one product instead of three.
 """
 
@@ -21,11 +25,13 @@ from grpo.model import HalfLinear, adapted_base, decoder_layers, effective_weigh
 
 _mkldnn = torch.ops.mkldnn
 SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Names of sibling layers that most models call with the same tensor; with different ones, each has its own output."""
+"""Names of sibling layers that most models call with the same tensor; with different ones, each has
+its own output."""
 
 
 class FusedLinear:
-    """Several linear layers with the same input as one product, computed from a copy of their weights."""
+    """Several linear layers with the same input as one product, computed from a copy of their
+    weights."""
 
     def __init__(self, layers: list[nn.Linear], dtype: torch.dtype):
         self.layers = layers
@@ -56,7 +62,8 @@ class FusedLinear:
         return F.linear(x, self.weight, self.bias)
 
     def output_of(self, number: int, x: Tensor) -> Tensor:
-        """The output of one layer. The first call with a tensor computes all, and the last layer's call drops them."""
+        """The output of one layer. The first call with a tensor computes all, and the last layer's
+        call drops them."""
         if x is not self._input:
             self._outputs = self(x).split(self.sizes, dim=-1)
             self._input = x
@@ -68,7 +75,8 @@ class FusedLinear:
 
 
 class CopiedLinear(nn.Module):
-    """Takes the place of an ``nn.Linear`` in the model, has the same parameters, and computes from their copy."""
+    """Takes the place of an ``nn.Linear`` in the model, has the same parameters, and computes from
+    their copy."""
 
     def __init__(self, layer: nn.Linear, fused: FusedLinear):
         super().__init__()
@@ -100,7 +108,8 @@ def in_place_of(model: nn.Module, copies: Copies) -> Iterator[None]:
 
 
 def copied_weights(model: nn.Module, precision: str) -> contextlib.AbstractContextManager[None]:
-    """Inside the block, linear layers compute from copies of their weights, which must not change meanwhile."""
+    """Inside the block, linear layers compute from copies of their weights, which must not change
+    meanwhile."""
     return in_place_of(model, copies_of(list(model.modules()), precision))
 
 
@@ -128,35 +137,38 @@ def copies_of(modules: list[nn.Module], precision: str) -> Copies:
 
 
 class GatheredWeights:
-    """The weights of a rollout when ranks hold shares of the model: gathered layer by layer into a model of the rank.
+    """The weights of a rollout when ranks hold shares of the model: gathered layer by layer into a
+    model of the rank.
 
-    That model has no weights between rollouts. While a layer is gathered in fp32, it is copied, and what is not copied
-    (embedding, norms) is cloned. After that no decode step communicates: ranks may decode different numbers of steps.
-    """
+    That model has no weights between rollouts. While a layer is gathered in fp32, it is copied, and
+    what is not copied (embedding, norms) is cloned. After that no decode step communicates: ranks
+    may decode different numbers of steps."""
 
     def __init__(
         self,
         root: nn.Module,
         model: nn.Module,
-        own: nn.Module,
+        rollout_model: nn.Module,
     ):
         """
         Args:
             root: the sharded module whose root group holds what is in no layer of ``model``.
             model: the sharded model.
-            own: a model of the same modules with all parameters on the meta device.
+            rollout_model: a model of the same modules with all parameters on the meta device.
         """
         self.root = root
-        self.own = own
-        self.sources = dict(zip(own.modules(), model.modules(), strict=True))
+        self.rollout_model = rollout_model
+        self.sources = dict(zip(rollout_model.modules(), model.modules(), strict=True))
         """The sharded model's module for each module of the rank's model."""
-        self.empty = {module: dict(module._parameters) for module in own.modules()}
-        """The parameters on the meta device that each module of the rank's model has between rollouts."""
+        self.empty = {module: dict(module._parameters) for module in rollout_model.modules()}
+        """The parameters on the meta device that each module of the rank's model has between
+        rollouts."""
 
     @contextlib.contextmanager
     def copied(self, precision: str, *, fast_decode: bool) -> Iterator[None]:
-        """Inside the block the rank's model has the weights of this moment. All ranks enter it together."""
-        layers = decoder_layers(self.own)
+        """Inside the block the rank's model has the weights of this moment. All ranks enter it
+        together."""
+        layers = decoder_layers(self.rollout_model)
         layer_of = {part: layer for layer in layers for part in layer.modules()}
         copies: Copies = {}
         try:
@@ -176,7 +188,7 @@ class GatheredWeights:
                         if module not in copied:
                             parameters = copy.deepcopy(module._parameters, tied)
                         module._parameters.update(parameters)
-            with in_place_of(self.own, copies):
+            with in_place_of(self.rollout_model, copies):
                 yield
         finally:
             for module, parameters in self.empty.items():
@@ -184,7 +196,8 @@ class GatheredWeights:
 
 
 def _is_worth_copying(module: nn.Module, dtype: torch.dtype) -> bool:
-    """True for a plain linear layer with its own ``forward`` and no hooks; in fp32 only if oneDNN can reorder.
+    """True for a plain linear layer with its own ``forward`` and no hooks; in fp32 only if oneDNN
+    can reorder.
 
     A layer with an adapter is copied always: three products become one.
     """

@@ -24,7 +24,7 @@ def run_to_completion(run: Run, train: Callable[[Run], None], *, ends_process: b
     it in a collective, and torchrun ends them. A rank that is alone in a program that goes on
     afterwards (``ends_process=False``) raises the failure instead.
     """
-    ends_process = ends_process or not run.world.is_alone
+    ends_process = ends_process or not run.world.is_single_process
     code = 0
     try:
         try:

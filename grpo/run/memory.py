@@ -24,8 +24,9 @@ OUT_OF_MEMORY = (
     "|could not create a primitive"  # oneDNN
 )
 """A pattern of all errors when memory runs out, on this rank or another: they share no class."""
-CHOSEN = ("optim.tokens_per_microbatch", "rollout.tokens_in_flight")
-"""Settings whose defaults may be lowered; the fields of ``Progress`` that hold the chosen values have their names."""
+MEMORY_LIMITS = ("optim.tokens_per_microbatch", "rollout.tokens_in_flight")
+"""Settings whose defaults may be lowered; the fields of ``Progress`` that hold the chosen values
+have their names."""
 
 
 def try_largest_step(run: Run, problems: list[Problem]) -> str:
@@ -129,9 +130,9 @@ def _fit(learner: Learner, key: str, most: int, least: int, attempt: Callable) -
         learner.reporter.print(f"note      {problem}; using {tokens}, equal up to rounding")
 
 
-def forget_chosen(progress: Progress, config: Config) -> None:
+def forget_lowered_limits(progress: Progress, config: Config) -> None:
     """Drop the chosen values of settings that the user has set."""
-    for key in CHOSEN:
+    for key in MEMORY_LIMITS:
         if _is_set(config, key):
             setattr(progress, key.split(".")[1], None)
 

@@ -36,8 +36,8 @@ def record_microbatch(
 ) -> None:
     """Add a micro-batch's entropy to the metrics.
 
-    The first iteration over the batch also adds the difference between sampled and scored log-probs, and
-    keeps the old log-probs, which later passes share.
+    The first iteration over the batch also adds the difference between sampled and scored
+    log-probs, and keeps the old log-probs, which later passes share.
 
     Args:
         new_BT, old_BT: ``[B, T]`` log-probs of the loss, nats.
@@ -73,7 +73,7 @@ def step_line(run: Run, step: Step) -> dict[str, float]:
     reduced["num_tokens"] = run.progress.num_tokens + int(reduced["num_tokens"])
     reduced["tokens_per_second"] = reduced.pop("completion_tokens") / reduced["step_time"]
 
-    compared = values_compared(
+    values_compared_in_group = values_compared(
         step.values_PGF,
         tasks.rewards.weights,
         run.config.algorithm.multi_objective_aggregation,
@@ -84,7 +84,7 @@ def step_line(run: Run, step: Step) -> dict[str, float]:
         "epoch": num_steps / tasks.problems.steps_per_epoch,
     }
     line |= reward_metrics(tasks.rewards.names, step.values_PGF, step.rewards_PG)
-    is_equal_P = has_equal_rewards(compared)
+    is_equal_P = has_equal_rewards(values_compared_in_group)
     line["frac_reward_zero_std"] = is_equal_P.float().mean().item()
     return line | reduced
 
@@ -155,8 +155,8 @@ def logged_completions(run: Run, step: Step) -> list[dict[str, Any]]:
     updated_BT = batch_logprobs(learner, learner.bare_scorer, rows)
     return sample_records(
         step.groups,
-        world.own_rows(step.values_PGF),
-        world.own_rows(step.rewards_PG),
+        world.local_rows(step.values_PGF),
+        world.local_rows(step.rewards_PG),
         step.batch.advantages_B.view(P, G).cpu(),
         names=run.tasks.rewards.names,
         rows=pairs,
@@ -174,7 +174,8 @@ def _mean(values: Tensor) -> float:
 
 
 def _std(values: Tensor) -> float:
-    """Standard deviation (n - 1) of the values that are not NaN: 0 for a single one, NaN for none."""
+    """Standard deviation (n - 1) of the values that are not NaN: 0 for a single one, NaN for
+    none."""
     numbers = values[~values.isnan()].double()
     if len(numbers) == 1:
         return 0.0

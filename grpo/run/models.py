@@ -1,4 +1,5 @@
-"""The models of a run, its optimizer and learning-rate schedule, as they are at the step where it starts."""
+"""The models of a run, its optimizer and learning-rate schedule, as they are at the step where it
+starts."""
 
 from __future__ import annotations
 
@@ -44,11 +45,14 @@ class Models:
     optimizer: torch.optim.Optimizer
     lr_schedule: LRScheduler
     why_padded: str | None
-    """The reason why each prompt is scored once per completion; None: it is scored once per group."""
+    """The reason why each prompt is scored once per completion; None: it is scored once per
+    group."""
     moving_reference: dict[str, torch.Tensor]
-    """The reference's weights by name, for checkpoints, if they change during training (``ref_sync_steps``)."""
+    """The reference's weights by name, for checkpoints, if they change during training
+    (``ref_sync_steps``)."""
     sampler: Policy
-    """The policy that the built-in engine samples with: under FSDP its model is one of this rank alone."""
+    """The policy that the built-in engine samples with: under FSDP its model is one of this rank
+    alone."""
     gathered: GatheredWeights | None
     """Fills the sampler's model under FSDP; None: the sampler is the policy, or vLLM samples."""
 
@@ -64,15 +68,14 @@ def build_models(
 ) -> Models:
     """Load or restore everything that holds weights. All ranks call it together.
 
-    Args:
-        path: the folder or Hub id that ``model.name_or_path`` stands for.
-        reference_path: what ``model.reference`` stands for; None: the reference is the model that training starts from.
+    Args: path: the folder or Hub id that ``model.name_or_path`` stands for. reference_path: what
+        ``model.reference`` stands for; None: the reference is the model that training starts from.
 
-    Raises:
-        ValueError: on all ranks, if a model cannot be loaded, or if policy, reference and checkpoint do not fit.
+    Raises: ValueError: on all ranks, if a model cannot be loaded, or if policy, reference and
+        checkpoint do not fit.
     """
     algorithm = config.algorithm
-    is_sharded = config.runtime.parallel == "fsdp" and not world.is_alone
+    is_sharded = config.runtime.parallel == "fsdp" and not world.is_single_process
     # Loading for FSDP and its passes have collectives, which fail_together() may not hold.
     together = contextlib.nullcontext if is_sharded else world.fail_together
 
@@ -163,7 +166,8 @@ def build_models(
 
 
 def _make_adapter(config: Config, policy: Policy, path: str, folder: Path | None) -> None:
-    """Put the run's adapter, with the values of the start or of the checkpoint, into the model at ``path``.
+    """Put the run's adapter, with the values of the start or of the checkpoint, into the model at
+    ``path``.
 
     A frozen adapter, if the reference needs one, gets those of the start.
     """
@@ -200,7 +204,8 @@ def _load_sharded(
     tokenizer: Any,
     load: Callable[[], Policy],
 ) -> tuple[Policy, CompletionScorer, nn.Module]:
-    """The policy that ``load`` returns on rank 0's CPU, sharded; its scorer, the root group; and empty modules.
+    """The policy that ``load`` returns on rank 0's CPU, sharded; its scorer, the root group; and
+    empty modules.
 
     All ranks call it together, and errors of ``load`` are raised on all.
     """
@@ -211,7 +216,8 @@ def _load_sharded(
             whole = load()
             weights = whole.model.state_dict(prefix="model.")
             empty = replace(whole.without_weights(), tokenizer=None)
-    # The modules are sent, not built again: ties, buffers and adapters are those of the model that rank 0 has loaded.
+    # The modules are sent, not built again: ties, buffers and adapters are those of the model that
+    # rank 0 has loaded.
     policy = replace(world.from_main(empty), device=world.device, tokenizer=tokenizer)
     scorer = CompletionScorer(policy.model, config.rollout.temperature)
     sampling_model = copy.deepcopy(policy.model).requires_grad_(False)
@@ -252,7 +258,8 @@ def _optimizer(
     start: StartPoint,
     moving_reference: dict[str, torch.Tensor],
 ) -> tuple[torch.optim.Optimizer, LRScheduler]:
-    """Optimizer and schedule as they are at the step where the run starts; a moving reference is restored too."""
+    """Optimizer and schedule as they are at the step where the run starts; a moving reference is
+    restored too."""
     updates_per_step = config.algorithm.updates_per_step
     optimizer = make_optimizer(policy.model, config.optim)
     lr_schedule = make_lr_schedule(optimizer, config.optim, max_steps * updates_per_step)
@@ -260,7 +267,7 @@ def _optimizer(
         changed = {key for key, _, _ in start.changes}
         if not changed.isdisjoint((REFERENCE, "model.adapter")):
             moving_reference = {}  # the saved one is the old reference, moved
-        trained = checkpoint.Trained(policy, optimizer, moving_reference)
+        trained = checkpoint.TrainedTensors(policy, optimizer, moving_reference)
         checkpoint.restore(start.checkpoint, trained)
         move_schedule(lr_schedule, start.state["step"] * updates_per_step)
     return optimizer, lr_schedule

@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_scheduler
 
 from grpo.config import OptimConfig
-from grpo.distributed import whole
+from grpo.distributed import full_tensor
 from grpo.model import sync_reference
 from grpo.model.lora import copy_to_reference_adapter
 from grpo.run.records import Learner
@@ -73,7 +73,7 @@ def apply_update(learner: Learner, metrics: Accumulator) -> None:
     progress = learner.progress
     max_norm = learner.config.optim.max_grad_norm
     parameters = learner.policy.model.parameters()
-    grad_norm = whole(torch.nn.utils.clip_grad_norm_(parameters, max_norm))
+    grad_norm = full_tensor(torch.nn.utils.clip_grad_norm_(parameters, max_norm))
     is_finite = world.all_true(bool(torch.isfinite(grad_norm)))
     skipped_in_a_row = 0
     if not is_finite:
@@ -98,7 +98,7 @@ def apply_update(learner: Learner, metrics: Accumulator) -> None:
         learner.optimizer.step()
     learner.lr_schedule.step()  # also after a skipped update: the rate is a function of the step
     # Under DDP gradients are views of its buckets: set to None, they would be allocated twice.
-    are_views = not world.is_alone and not learner.is_sharded
+    are_views = not world.is_single_process and not learner.is_sharded
     learner.optimizer.zero_grad(set_to_none=not are_views)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from grpo.algorithm.batch import Batch, microbatch_rows, microbatches
 from grpo.algorithm.logprobs import CompletionScorer
 from grpo.algorithm.loss import entropy_threshold
-from grpo.distributed import give_back
+from grpo.distributed import reshard
 from grpo.run.records import Learner
 
 
@@ -66,12 +66,13 @@ def batch_logprobs_and_entropies(
             t = micro_logprobs_BT.shape[1]
             logprobs_BT[micro.row_B, :t] = micro_logprobs_BT
             entropies_BT[micro.row_B, :t] = micro_entropies_BT
-    give_back(scorer)
+    reshard(scorer)
     return logprobs_BT, entropies_BT
 
 
 def top_entropy_mask(learner: Learner, batch: Batch) -> Tensor:
-    """``[B, T]`` True at the share ``top_entropy_quantile`` of trained tokens with the most entropy.
+    """``[B, T]`` True at the share ``top_entropy_quantile`` of trained tokens with the most
+    entropy.
 
     The share is that of the tokens of all ranks.
     """

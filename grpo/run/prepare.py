@@ -15,7 +15,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from grpo.checkpoint.format import Trained
+from grpo.checkpoint.format import TrainedTensors
 from grpo.checkpoint.resume import (
     Lock,
     StartPoint,
@@ -26,8 +26,22 @@ from grpo.checkpoint.resume import (
     start_output,
 )
 from grpo.checkpoint.saver import Progress, Saver
-from grpo.config import Config, ConfigError, check_world_size, mask_command_line, settings_of_all_ranks
-from grpo.data import ProblemSet, Rows, Schedule, check_enough, fingerprint, load_rows, make_problems
+from grpo.config import (
+    Config,
+    ConfigError,
+    check_world_size,
+    mask_command_line,
+    settings_of_all_ranks,
+)
+from grpo.data import (
+    ProblemSet,
+    Rows,
+    Schedule,
+    check_enough,
+    fingerprint,
+    load_rows,
+    make_problems,
+)
 from grpo.distributed import World, wrap_data_parallel
 from grpo.evaluation import metric_names
 from grpo.evaluation.collect import check_eval_context, eval_sampling
@@ -42,14 +56,14 @@ from grpo.model import (
 from grpo.rewards import RewardRunner, RewardSpec
 from grpo.rewards.code import check_rows
 from grpo.rollout import BuiltinEngine, Engine, split_stop
-from grpo.run.memory import forget_chosen, try_largest_step
+from grpo.run.memory import forget_lowered_limits, try_largest_step
 from grpo.run.models import Models, build_models
-from grpo.run.objects import Objects
 from grpo.run.records import Learner, Log, Run, Sampler, Tasks
 from grpo.run.signals import Signals
 from grpo.run.steps import evaluation_is_due
 from grpo.run.summary import print_summary
 from grpo.run.user_functions import UserFunctions, load_user_functions
+from grpo.run.user_objects import UserObjects
 from grpo.telemetry.records import append_line, environment
 from grpo.telemetry.reporter import Reporter
 from grpo.turns.engine import TurnsEngine
@@ -68,7 +82,7 @@ class Inputs:
     evaluation: Rows | None
 
 
-def prepare(config: Config, world: World, objects: Objects | None = None) -> Run | None:
+def prepare(config: Config, world: World, objects: UserObjects | None = None) -> Run | None:
     """Check and build everything; None if the run is already complete.
 
     Args:
@@ -80,7 +94,7 @@ def prepare(config: Config, world: World, objects: Objects | None = None) -> Run
     on_failure = contextlib.ExitStack()
     run = None
     try:
-        run = _prepare(config, world, objects or Objects(), on_failure)
+        run = _prepare(config, world, objects or UserObjects(), on_failure)
     finally:
         if run is None:  # else the run closes everything at its own end
             on_failure.close()
@@ -90,7 +104,7 @@ def prepare(config: Config, world: World, objects: Objects | None = None) -> Run
 def _prepare(
     config: Config,
     world: World,
-    objects: Objects,
+    objects: UserObjects,
     on_failure: contextlib.ExitStack,
 ) -> Run | None:
     world.check_same(settings_of_all_ranks(config))
@@ -118,7 +132,7 @@ def _prepare(
             reference = resolve(config.model.reference)
     start = _find_start(config, world, inputs, path, reference, checkpoint, origin)
     progress = Progress.from_state(start.state)
-    forget_chosen(progress, config)
+    forget_lowered_limits(progress, config)
 
     # Problems, and the number of steps.
     with world.fail_together():
@@ -133,10 +147,14 @@ def _prepare(
     max_steps = config.optim.max_steps
     if max_steps is None:
         max_steps = max(math.ceil(config.optim.num_epochs * schedule.steps_per_epoch), 1)
-    has_evaluation_left = bool(evaluation.problems) and evaluation_is_due(progress, config.eval, max_steps)
+    has_evaluation_left = bool(evaluation.problems) and evaluation_is_due(
+        progress, config.eval, max_steps
+    )
     if progress.step >= max_steps and not has_evaluation_left:
         if world.is_main:
-            print(f"already complete: {checkpoint}, step {progress.step} of {max_steps}; a new output_dir starts anew")
+            print(
+                f"already complete: {checkpoint}, step {progress.step} of {max_steps}; a new output_dir starts anew"
+            )
         return None
 
     # Models: from here on a start takes memory and time.
@@ -171,7 +189,9 @@ def _prepare(
     engine = _build_engine(config, world, models, path, prompt_ids, reporter.print)
     on_failure.callback(engine.close)
     if inputs.tools is not None:
-        engine = TurnsEngine(engine, inputs.tools, config, warn=reporter.print, num_ranks=world.size)
+        engine = TurnsEngine(
+            engine, inputs.tools, config, warn=reporter.print, num_ranks=world.size
+        )
         with world.fail_together():
             engine.check()
 
@@ -190,8 +210,8 @@ def _prepare(
         objective=inputs.user.objective or config.algorithm.objective,
         user_advantages=inputs.user.advantages,
     )
-    trained = Trained(policy, models.optimizer, models.moving_reference)
-    saver = Saver(config, world, trained, reporter, progress, max_steps, start.compared)
+    trained = TrainedTensors(policy, models.optimizer, models.moving_reference)
+    saver = Saver(config, world, trained, reporter, progress, max_steps, start.facts)
     if not config.debug:
         saver.try_saving()
     signals = Signals(world)
@@ -220,7 +240,7 @@ def _prepare(
 def _read_inputs(
     config: Config,
     world: World,
-    objects: Objects,
+    objects: UserObjects,
     on_failure: contextlib.ExitStack,
 ) -> Inputs:
     """Load the user's functions and the rows, and check them against each other."""
@@ -268,7 +288,9 @@ def _read_inputs(
         known = metric_names(config.eval.num_sampled, rewards.names)
     if metric and metric not in known:
         remedy = ", ".join(known) or "set data.eval_split"
-        raise ConfigError(f"checkpoint.keep_best={metric} is no metric of an evaluation of this run: {remedy}")
+        raise ConfigError(
+            f"checkpoint.keep_best={metric} is no metric of an evaluation of this run: {remedy}"
+        )
 
     for note in rewards.notes:
         if world.is_main:
@@ -285,7 +307,8 @@ def _find_start(
     checkpoint: Path | None,
     origin: str | None,
 ) -> StartPoint:
-    """The state that the run starts from; ValueError if ranks, or the run before, read other files."""
+    """The state that the run starts from; ValueError if ranks, or the run before, read other
+    files."""
     with world.fail_together():
         files = dict(inputs.user.source_files)
         if inputs.tools is not None:
@@ -294,7 +317,7 @@ def _find_start(
         content["the training rows"] = fingerprint(inputs.train)
         if inputs.evaluation is not None:
             content["the evaluation rows"] = fingerprint(inputs.evaluation)
-        model = model_digests("", path, with_weights=not world.is_alone)
+        model = model_digests("", path, with_weights=not world.is_single_process)
         start = read_start_point(config, checkpoint, {"origin": origin, "content": content})
 
     # Folders may have other names on other machines: the digests alone are compared.
@@ -320,7 +343,9 @@ def _tokenize(
     """
     trust = config.model.trust_remote_code
     longest = config.rollout.max_completion_length
-    tokenizer = load_tokenizer(path, trust_remote_code=trust, chat_template=config.model.chat_template)
+    tokenizer = load_tokenizer(
+        path, trust_remote_code=trust, chat_template=config.model.chat_template
+    )
     split_stop(tokenizer, config.rollout.stop)  # refuses strings that could never match
     make = partial(
         make_problems,

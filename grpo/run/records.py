@@ -1,7 +1,8 @@
 """A run as four records, each of one concern, and a step in progress.
 
-:func:`grpo.run.prepare.prepare` builds the records once, and a function takes the one that it needs.
-They never change; what changes during a run are the weights and states inside of their parts, and
+:func:`grpo.run.prepare.prepare` builds the records once, and a function takes the one that it
+needs. They never change; what changes during a run are the weights and states inside of their
+parts, and
 :class:`grpo.checkpoint.saver.Progress`.
 
 Shapes: ``P`` problems, ``G`` completions each, ``F`` reward functions, ``B`` rows, ``T`` completion
@@ -18,11 +19,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from grpo.algorithm.advantages import OwnAdvantages
+from grpo.algorithm.advantages import UserAdvantages
 from grpo.algorithm.batch import Batch, Group, Problem
 from grpo.algorithm.choices import Objective
 from grpo.algorithm.logprobs import CompletionScorer
-from grpo.algorithm.loss import OwnObjective
+from grpo.algorithm.loss import UserObjective
 from grpo.checkpoint.resume import Lock
 from grpo.checkpoint.saver import Progress, Saver
 from grpo.config import Config
@@ -47,18 +48,20 @@ class Learner:
     progress: Progress
     policy: Policy
     scorer: nn.Module
-    """Log-probs of completions under the policy, with gradient; wrapped by DDP, or sharded by FSDP."""
+    """Log-probs of completions under the policy, with gradient; wrapped by DDP, or sharded by
+    FSDP."""
     bare_scorer: CompletionScorer
     """The same module without DDP, for passes without gradient; under FSDP the same object."""
     ref_scorer: CompletionScorer | None
-    """Log-probs under the frozen reference. None if ``beta`` is 0: no reference is in memory then."""
+    """Log-probs under the frozen reference. None if ``beta`` is 0: no reference is in memory
+    then."""
     optimizer: torch.optim.Optimizer
     lr_schedule: LRScheduler
     reporter: Reporter
     """Shows warnings."""
-    objective: Objective | OwnObjective
+    objective: Objective | UserObjective
     """The loss of a token: a name, or a function of the user."""
-    user_advantages: OwnAdvantages | None = None
+    user_advantages: UserAdvantages | None = None
     """Advantages by a function of the user. Default: those of the configuration."""
 
     @property
@@ -68,7 +71,8 @@ class Learner:
 
     @property
     def tokens_per_microbatch(self) -> int:
-        """Most tokens of one forward and backward pass: as configured, or fewer that fit in memory."""
+        """Most tokens of one forward and backward pass: as configured, or fewer that fit in
+        memory."""
         return self.progress.tokens_per_microbatch or self.config.optim.tokens_per_microbatch
 
     @property
@@ -88,7 +92,8 @@ class Sampler:
 
     @property
     def sampling(self) -> SamplingParams:
-        """The settings of a rollout; ``tokens_in_flight`` as configured, or fewer that fit in memory."""
+        """The settings of a rollout; ``tokens_in_flight`` as configured, or fewer that fit in
+        memory."""
         rollout = self.config.rollout
         return SamplingParams(
             num_generations=rollout.num_generations,
@@ -101,7 +106,9 @@ class Sampler:
             tokens_in_flight=self.progress.tokens_in_flight or rollout.tokens_in_flight,
         )
 
-    def current_weights(self, seconds: dict[str, float] | None = None) -> AbstractContextManager[None]:
+    def current_weights(
+        self, seconds: dict[str, float] | None = None
+    ) -> AbstractContextManager[None]:
         """Inside the block the engine samples from the policy's weights at its start.
 
         The time to copy, gather or send them is added to ``seconds["rollout"]``.
@@ -190,8 +197,8 @@ class Step:
     reported_old_BT: Tensor | None = None
     """Old log-probs, for the records of completions.
 
-    They start as the sampler's. The first iteration over the batch overwrites the rows that it computes.
-    """
+    They start as the sampler's. The first iteration over the batch overwrites the rows that it
+    computes. """
 
     def keep_for_metrics(
         self,

@@ -80,13 +80,13 @@ def replace_equal_groups(run: Run, step: Step, rollout: Rollout) -> Rollout:
     groups = list(rollout.groups)
     values_PGF = rollout.values_PGF.clone()
     for attempt in range(algorithm.dynamic_sampling_attempts):
-        compared = values_compared(
+        values_compared_in_group = values_compared(
             values_PGF,
             run.tasks.rewards.weights,
             algorithm.multi_objective_aggregation,
         )
         is_useless_P = has_no_advantage(
-            compared,
+            values_compared_in_group,
             baseline=algorithm.baseline,
             scale=algorithm.scale,
         )
@@ -132,7 +132,9 @@ def add_outcome(
     # All ranks must add the same names, and a function may log a metric on some ranks only.
     logged = set()
     first_failures = []
-    for names_of_rank, failures_of_rank in world.gather_objects((set(result.metrics), failures[:1])):
+    for names_of_rank, failures_of_rank in world.gather_objects(
+        (set(result.metrics), failures[:1])
+    ):
         logged |= names_of_rank
         first_failures += failures_of_rank
     for name in sorted(logged):

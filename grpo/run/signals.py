@@ -1,10 +1,9 @@
 """Signals that ask a run to stop or to save, turned into decisions that all ranks take together.
 
-SIGTERM, SIGINT and SIGHUP stop the run: a rollout or an evaluation, which does not change the weights, at once; an
-update is finished first. SIGUSR1 saves a checkpoint at the end of the current step. A signal to one rank counts for
-all: ranks vote at the end of each rollout and of each step. A second stop signal raises KeyboardInterrupt, which ends
-the run.
-"""
+SIGTERM, SIGINT and SIGHUP stop the run: a rollout or an evaluation, which does not change the
+weights, at once; an update is finished first. SIGUSR1 saves a checkpoint at the end of the current
+step. A signal to one rank counts for all: ranks vote at the end of each rollout and of each step. A
+second stop signal raises KeyboardInterrupt, which ends the run."""
 
 from __future__ import annotations
 
@@ -18,11 +17,13 @@ from grpo.distributed import Interrupted, World
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 SAME_SIGNAL_SECONDS = 3.0
-"""Ctrl-C reaches a rank twice, from the terminal and from torchrun: signals this close together count as one."""
+"""Ctrl-C reaches a rank twice, from the terminal and from torchrun: signals this close together
+count as one."""
 
 
 class Signals:
-    """Signal handlers, installed from construction until :meth:`close`; none outside the main thread."""
+    """Signal handlers, installed from construction until :meth:`close`; none outside the main
+    thread."""
 
     def __init__(self, world: World):
         self.world = world
@@ -36,9 +37,10 @@ class Signals:
                     self._old_handlers[number] = signal.signal(number, self._handle)
 
     def vote(self) -> tuple[bool, bool]:
-        """``(save, stop)`` at the end of a step: True if any rank got such a signal. All ranks get the same answer."""
-        own = [int(self.save_requested), self.world.stop_signal or 0]
-        save, stop = self.world.max(torch.tensor(own)).tolist()
+        """``(save, stop)`` at the end of a step: True if any rank got such a signal. All ranks get
+        the same answer."""
+        local_requests = [int(self.save_requested), self.world.stop_signal or 0]
+        save, stop = self.world.max(torch.tensor(local_requests)).tolist()
         if save:
             self.save_requested = False
         if stop:
@@ -47,7 +49,8 @@ class Signals:
 
     @property
     def exit_code(self) -> int:
-        """128 + signal number, as a shell reports a process that a signal ended; torchrun may then restart it."""
+        """128 + signal number, as a shell reports a process that a signal ended; torchrun may then
+        restart it."""
         return 128 + (self.world.stop_signal or signal.SIGTERM)
 
     def close(self) -> None:

@@ -17,7 +17,7 @@ from grpo.evaluation.grading import Grader
 from grpo.run.ending import print_result
 from grpo.run.metrics import report_completions, step_line
 from grpo.run.records import Run, Step
-from grpo.system import core_wait
+from grpo.system import seconds_waited_for_core
 from grpo.telemetry.console import evaluation_table
 
 
@@ -41,12 +41,12 @@ def remaining_steps(run: Run) -> Iterator[Step]:
             seed = derive_seed(run.config.seed, "dropout", step.number, run.world.rank)
             torch.manual_seed(seed)
         started = time.perf_counter()
-        waited_before = core_wait()
+        waited_before = seconds_waited_for_core()
         yield step
 
         # The loop has made all updates of the step.
         seconds = time.perf_counter() - started
-        waited = core_wait() - waited_before
+        waited = seconds_waited_for_core() - waited_before
         step.metrics.maximum("step_time", seconds)
         step.metrics.maximum("time/frac_core_wait", waited / seconds)
         line = step_line(run, step)
@@ -81,7 +81,7 @@ def evaluate_if_due(run: Run) -> dict[str, float]:
         tokens_in_flight=run.sampler.sampling.tokens_in_flight,
     )
     num_evaluations = 1 if sampling.is_greedy else 2  # greedy, and sampled
-    total = num_evaluations * len(world.own_rows(problems))
+    total = num_evaluations * len(world.local_rows(problems))
     seconds: dict[str, float] = {}
     with (
         world.timed("eval", seconds),

@@ -59,7 +59,9 @@ def print_summary(
         lines.append(f"note      {why_padded}: scoring computes each prompt once per completion")
     if checkpoint:
         rate = run.learner.lr_schedule.get_last_lr()[0]
-        lines.append(f"resuming  {checkpoint} at step {run.progress.step}, learning rate {rate:.3g}")
+        lines.append(
+            f"resuming  {checkpoint} at step {run.progress.step}, learning rate {rate:.3g}"
+        )
     for line in filter(None, lines):
         run.log.reporter.print(line)
 

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from grpo.algorithm.advantages import OwnAdvantages
-from grpo.algorithm.loss import OwnObjective, policy_loss
+from grpo.algorithm.advantages import UserAdvantages
+from grpo.algorithm.loss import UserObjective, policy_loss
 from grpo.config import Config
-from grpo.config.algorithm import is_own
+from grpo.config.algorithm import is_user_function
 from grpo.rewards.functions import load_object, raised, source_files
 
 
@@ -23,8 +23,8 @@ from grpo.rewards.functions import load_object, raised, source_files
 class UserFunctions:
     """The functions of the user; None where a built-in one is configured."""
 
-    objective: OwnObjective | None
-    advantages: OwnAdvantages | None
+    objective: UserObjective | None
+    advantages: UserAdvantages | None
     source_files: dict[str, str]
     """Name for messages -> path of the files that define them."""
 
@@ -38,13 +38,15 @@ def load_user_functions(config: Config) -> UserFunctions:
     algorithm = config.algorithm
     files = {}
     objective = None
-    if is_own(algorithm.objective):
+    if is_user_function(algorithm.objective):
         objective = _load("algorithm.objective", algorithm.objective, files)
         try:
             _try_objective(objective)
         except Exception as error:  # the user's function may raise anything
             file = next(reversed(files.values()), "")
-            raise ValueError(f"algorithm.objective={algorithm.objective}{raised(error, file)}") from error
+            raise ValueError(
+                f"algorithm.objective={algorithm.objective}{raised(error, file)}"
+            ) from error
     advantages = None
     if algorithm.advantages is not None:
         advantages = _load("algorithm.advantages", algorithm.advantages, files)
@@ -60,7 +62,7 @@ def _load(key: str, name: str, files: dict[str, str]) -> Any:
     return function
 
 
-def _try_objective(function: OwnObjective) -> None:
+def _try_objective(function: UserObjective) -> None:
     """Check loss and gradient of rows of 2, 1 and 0 tokens, with ratios above, below and at 1.
 
     They must be the same for each row alone and with more padding, as in other micro-batches.

@@ -1,1 +1,2 @@
-"""Output of a run about itself: console, bars, metrics.jsonl, dashboards, hints, completions/, starts.jsonl."""
+"""Output of a run about itself: console, bars, metrics.jsonl, dashboards, hints, completions/,
+starts.jsonl."""

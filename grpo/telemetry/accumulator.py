@@ -24,7 +24,8 @@ class Accumulator:
         """Names in ``_pairs`` that are reported as the sum, not as sum / count."""
         self._maxima: dict[str, float] = {}
         self._minima: set[str] = set()
-        """Names in ``_maxima`` of minima, which have the opposite sign there: one collective reduces both."""
+        """Names in ``_maxima`` of minima, which have the opposite sign there: one collective
+        reduces both."""
 
     def add(
         self,

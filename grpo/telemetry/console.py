@@ -83,13 +83,15 @@ def evaluation_text(
 
 
 def is_rate(name: str) -> bool:
-    """True if an evaluation metric is a share of problems or completions, not a reward or length."""
+    """True if an evaluation metric is a share of problems or completions, not a reward or
+    length."""
     is_length = name.endswith("mean_length")
     return not is_length and not name.startswith(REWARDS)
 
 
 def _console_names(metrics: dict[str, Any]) -> list[str]:
-    """The metrics that the console shows: of greedy decoding the accuracy, of pass@k that of the largest k."""
+    """The metrics that the console shows: of greedy decoding the accuracy, of pass@k that of the
+    largest k."""
     shown = {}
     for name in metrics:
         is_greedy = name.startswith("eval/greedy_")

@@ -1,7 +1,8 @@
-"""wandb, trackio and TensorBoard: metrics of a run, in the first two some completions too. Imported when needed.
+"""wandb, trackio and TensorBoard: metrics of a run, in the first two some completions too. Imported
+when needed.
 
-All three have ``log(step, metrics, completions)``, where a completion is a row of a table, and ``finish()``.
-"""
+All three have ``log(step, metrics, completions)``, where a completion is a row of a table, and
+``finish()``."""
 
 import os
 import sys
@@ -15,8 +16,8 @@ from grpo.system import first_line
 from grpo.telemetry.records import json_safe
 
 TIMEOUT_S = 20
-"""Seconds that wandb waits for the server at the start, and for the upload at the end: torchrun kills a process 30
-seconds after it asked the process to stop."""
+"""Seconds that wandb waits for the server at the start, and for the upload at the end: torchrun
+kills a process 30 seconds after it asked the process to stop."""
 
 
 def table_row(record: dict[str, Any]) -> dict[str, Any]:
@@ -87,7 +88,11 @@ class Wandb(Service):
         try:
             # Without a key init asks on a terminal, and the ranks wait. A program's own run, if it
             # has one, goes on.
-            if mode == "online" and wandb.run is None and not wandb.login(prompt=False, verify=False):
+            if (
+                mode == "online"
+                and wandb.run is None
+                and not wandb.login(prompt=False, verify=False)
+            ):
                 raise wandb.errors.UsageError("no API key: run `wandb login`")
             run = start(mode=mode)
         except Exception as error:  # no server, or the server refuses the key
@@ -112,10 +117,11 @@ class Wandb(Service):
 
 
 class Trackio(Service):
-    """A run in trackio's folder on this machine, or where its environment variables say (a Space, a server).
+    """A run in trackio's folder on this machine, or where its environment variables say (a Space, a
+    server).
 
-    A resumed run goes on where the newest run of its name ended: steps after its checkpoint are there twice.
-    """
+    A resumed run goes on where the newest run of its name ended: steps after its checkpoint are
+    there twice."""
 
     def __init__(self, config: Config, is_resumed: bool):
         import trackio
@@ -133,8 +139,8 @@ class Trackio(Service):
 class TensorBoard:
     """The event file of one start of a run, in ``output_dir/tensorboard``.
 
-    Args:
-        first_step: the first step that this start logs. TensorBoard hides later steps of an interrupted run.
+    Args: first_step: the first step that this start logs. TensorBoard hides later steps of an
+        interrupted run.
     """
 
     def __init__(self, config: Config, first_step: int):

@@ -1,4 +1,5 @@
-"""Hints: problems that an experienced person would see in the metrics, and what to do (``docs/metrics.md``)."""
+"""Hints: problems that an experienced person would see in the metrics, and what to do
+(``docs/metrics.md``)."""
 
 import math
 from collections import deque
@@ -24,7 +25,8 @@ class Rule:
     text: str
     """The hint, with ``{mean}`` where the metric's mean over the last steps goes."""
     above: float = math.inf
-    """The hint is given when the mean is above this, or below the next. A mean of nothing is NaN, and gives none."""
+    """The hint is given when the mean is above this, or below the next. A mean of nothing is NaN,
+    and gives none."""
     below: float = -math.inf
 
 
@@ -134,7 +136,8 @@ class Hints:
         return new
 
     def verdict(self) -> dict[str, str]:
-        """Name -> hint of each rule that holds for the last steps, whether or not its hint has been given."""
+        """Name -> hint of each rule that holds for the last steps, whether or not its hint has been
+        given."""
         holding = {}
         for rule in RULES:
             values = [step.get(rule.metric) for step in self._steps]

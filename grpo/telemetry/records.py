@@ -1,4 +1,5 @@
-"""Records of a run, a JSON object per line: steps (metrics.jsonl, intervals.jsonl) and starts (starts.jsonl)."""
+"""Records of a run, a JSON object per line: steps (metrics.jsonl, intervals.jsonl) and starts
+(starts.jsonl)."""
 
 import contextlib
 import json
@@ -21,7 +22,8 @@ LOGGED_PREFIX = "logged/"
 
 
 def append_line(path: Path, line: dict[str, Any]) -> None:
-    """Append an object, and wait until the disk has it. The file is opened for each, in case it was moved."""
+    """Append an object, and wait until the disk has it. The file is opened for each, in case it was
+    moved."""
     text = json.dumps(json_safe(line))
     with open(path, "a", encoding="utf-8") as file:
         file.write(text + "\n")
@@ -56,7 +58,8 @@ def remove_steps_after(path: Path, last_step: int) -> list[dict[str, Any]]:
 
 
 def is_computed(value: float | None) -> bool:
-    """True for a number. A metric that was not computed is NaN in a step, and null in ``metrics.jsonl``."""
+    """True for a number. A metric that was not computed is NaN in a step, and null in
+    ``metrics.jsonl``."""
     return value is not None and math.isfinite(value)
 
 
@@ -76,7 +79,8 @@ def json_safe(value: Any) -> Any:
 
 
 def environment(world_size: int) -> dict[str, Any]:
-    """Facts about this start. Without host name, user name and environment variables: a report may be published."""
+    """Facts about this start. Without host name, user name and environment variables: a report may
+    be published."""
     device = f"{platform.machine()} CPU"
     if torch.cuda.is_available():
         device = torch.cuda.get_device_name(0)

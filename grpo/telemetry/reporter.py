@@ -1,4 +1,5 @@
-"""Shows and writes the steps of a run: console, progress bars, metrics.jsonl, hints, completions/, dashboards."""
+"""Shows and writes the steps of a run: console, progress bars, metrics.jsonl, hints, completions/,
+dashboards."""
 
 import sys
 from collections.abc import Callable
@@ -101,10 +102,11 @@ class Reporter:
         )
 
     def step(self, metrics: dict[str, Any], *, evaluation_follows: bool = False) -> None:
-        """Write a step to ``metrics.jsonl``, show it on the console and on dashboards, and print hints.
+        """Write a step to ``metrics.jsonl``, show it on the console and on dashboards, and print
+        hints.
 
-        Console and dashboards show the steps of :meth:`is_due`. There a metric that was not computed
-        is left out.
+        Console and dashboards show the steps of :meth:`is_due`. There a metric that was not
+        computed is left out.
 
         Args:
             evaluation_follows: dashboards get the step together with its evaluation: wandb takes
@@ -148,11 +150,13 @@ class Reporter:
         self._show(step, self._unsent | timed)
 
     def is_due(self, step: int) -> bool:
-        """True if the main rank shows a step, and keeps some completions; the same on every rank."""
+        """True if the main rank shows a step, and keeps some completions; the same on every
+        rank."""
         return step % self._every == 0 or step == self.max_steps
 
     def completions(self, step: int, records: list[dict[str, Any]]) -> None:
-        """Write some completions of a step to ``completions/step_<step>.parquet`` (see ``grpo.telemetry.samples``)."""
+        """Write some completions of a step to ``completions/step_<step>.parquet`` (see
+        ``grpo.telemetry.samples``)."""
         if self.is_main and records:
             write_samples(self._completions_folder / f"step_{step:06d}.parquet", records)
             self._completions = records
@@ -178,9 +182,12 @@ class Reporter:
             self._dashboards[name] = dashboard
 
     def _guard(self, name: str, call: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a dashboard. A failure (no package, no server, a full disk) ends the dashboard, not the training."""
+        """Call a dashboard. A failure (no package, no server, a full disk) ends the dashboard, not
+        the training."""
         try:
             return call(*arguments)
         except Exception as error:
-            self.print(f"warning: {name} stopped ({first_line(error)}); metrics.jsonl still gets every metric")
+            self.print(
+                f"warning: {name} stopped ({first_line(error)}); metrics.jsonl still gets every metric"
+            )
             self._dashboards.pop(name, None)

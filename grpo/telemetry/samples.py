@@ -1,7 +1,8 @@
-"""Completions that a run writes to ``completions/``: a Parquet file per step, with rewards and log-probs of tokens.
+"""Completions that a run writes to ``completions/``: a Parquet file per step, with rewards and
+log-probs of tokens.
 
-Shapes: ``P`` problems, ``G`` completions each, ``F`` reward functions, ``B`` kept rows, ``T`` completion tokens.
-"""
+Shapes: ``P`` problems, ``G`` completions each, ``F`` reward functions, ``B`` kept rows, ``T``
+completion tokens."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ import pyarrow
 import pyarrow.parquet
 from torch import Tensor
 
-from grpo.algorithm.batch import Completion, Group, Turns
+from grpo.algorithm.batch import Completion, Group, MultiTurnCompletion
 from grpo.system import write_atomically
 
 
@@ -32,14 +33,12 @@ def sample_records(
 ) -> list[dict[str, Any]]:
     """``B`` completions of a step as records.
 
-    Args:
-        groups: ``answer`` of a record is the problem's column of that name; None where the problem has none.
-        names: of the reward functions.
-        rows: of each record the positions in ``P`` and ``G``.
-        logprobs_BT: log-probs of each completion's tokens before the step: the old log-probs of the loss.
-        updated_logprobs_BT: the same after the step's updates.
-        ref_logprobs_BT: the same under the reference model; None without one.
-        decode: turns token ids into text.
+    Args: groups: ``answer`` of a record is the problem's column of that name; None where the
+        problem has none. names: of the reward functions. rows: of each record the positions in
+        ``P`` and ``G``. logprobs_BT: log-probs of each completion's tokens before the step: the old
+        log-probs of the loss. updated_logprobs_BT: the same after the step's updates.
+        ref_logprobs_BT: the same under the reference model; None without one. decode: turns token
+        ids into text.
     """
     logprobs = {
         "logprobs": logprobs_BT,
@@ -68,7 +67,7 @@ def sample_records(
         }
         for name, values_BT in logprobs.items():
             record[name] = None if values_BT is None else _of_sampled(values_BT[b], completion)
-        if isinstance(completion, Turns):
+        if isinstance(completion, MultiTurnCompletion):
             # None where the model wrote all tokens, as in a run without turns.
             record["sampled"] = list(completion.loss_mask) or None
             record["messages"] = _text(completion.messages)
@@ -78,7 +77,8 @@ def sample_records(
 
 
 def _text(value: Any) -> str | None:
-    """A value as text, lists and mappings as JSON; ``?`` in place of broken Unicode, which Parquet cannot hold."""
+    """A value as text, lists and mappings as JSON; ``?`` in place of broken Unicode, which Parquet
+    cannot hold."""
     if value is None:
         return None
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
@@ -86,7 +86,8 @@ def _text(value: Any) -> str | None:
 
 
 def _of_sampled(values_T: Tensor, completion: Completion) -> list[float | None]:
-    """The values of the tokens that the model sampled, None at those that a tool or environment wrote."""
+    """The values of the tokens that the model sampled, None at those that a tool or environment
+    wrote."""
     values = values_T[: len(completion.ids)].tolist()
     for t, is_sampled in enumerate(completion.loss_mask):
         if not is_sampled:
@@ -97,7 +98,9 @@ def _of_sampled(values_T: Tensor, completion: Completion) -> list[float | None]:
 def write_samples(path: str | Path, records: Sequence[dict[str, Any]]) -> None:
     """Write one row per record."""
     table = pyarrow.Table.from_pylist(records)
-    write_atomically(path, lambda temporary: pyarrow.parquet.write_table(table, temporary, compression="zstd"))
+    write_atomically(
+        path, lambda temporary: pyarrow.parquet.write_table(table, temporary, compression="zstd")
+    )
 
 
 def read_samples(path: str | Path) -> list[dict[str, Any]]:

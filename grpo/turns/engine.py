@@ -21,7 +21,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
-from grpo.algorithm.batch import Completion, Group, Problem, ToolCall, Turns
+from grpo.algorithm.batch import Completion, Group, MultiTurnCompletion, Problem, ToolCall
 from grpo.algorithm.seeding import derive_seed
 from grpo.config import Config
 from grpo.data import Rows, make_problems
@@ -142,7 +142,7 @@ class Conversation:
         got_action = self.rewards or not self.tools.steps
         if self.environment and (self.failure or got_action):
             failure = self.failure
-        return Turns(
+        return MultiTurnCompletion(
             ids=completion.ids,
             text=self.texts[-1],
             finished=self.stop_reason != "length",
@@ -229,7 +229,7 @@ def add_to_prompt(
     group: Sequence[Conversation],
     additions: Sequence[Any],
     tokenizer: Any,
-    check_room: Callable[[int, int], None] | None = None,
+    check_context_room: Callable[[int, int], None] | None = None,
 ) -> None:
     """Add what the resets of a group returned to its prompt.
 
@@ -237,7 +237,7 @@ def add_to_prompt(
 
     Args:
         additions: what :meth:`Conversation.begin` returned for each row of the rollout.
-        check_room: see :meth:`grpo.model.Policy.check_room`.
+        check_context_room: see :meth:`grpo.model.Policy.check_context_room`.
     """
     tools = group[0].tools
     data = tools.config.data
@@ -265,8 +265,8 @@ def add_to_prompt(
     rows = Rows(f"the reset with {prompt!r:.80}", [prompt], [problem.columns])
     try:
         (made,) = make_problems(rows, data, tokenizer, schemas_of=tools.schemas_of).problems
-        if check_room is not None:
-            check_room(len(made.prompt_ids), group[0].max_length)
+        if check_context_room is not None:
+            check_context_room(len(made.prompt_ids), group[0].max_length)
     except ValueError as error:
         for conversation in group:
             conversation.failure = str(error)
@@ -334,7 +334,8 @@ class TurnsEngine:
         seed_key: tuple[int, str, int],
         on_tokens: Callable[[int], None] | None = None,
     ) -> list[Group]:
-        """See :meth:`grpo.rollout.interface.Engine.generate`; the completions are :class:`Turns`.
+        """See :meth:`grpo.rollout.interface.Engine.generate`; the completions are
+        :class:`MultiTurnCompletion`.
 
         The environments of these completions live until the next call.
 
@@ -361,7 +362,7 @@ class TurnsEngine:
         futures = [tools.submit(c.row, c.begin) for c in conversations]
         additions = [future.result() for future in futures]
         for group in groups:
-            add_to_prompt(group, additions, self.policy.tokenizer, self.policy.check_room)
+            add_to_prompt(group, additions, self.policy.tokenizer, self.policy.check_context_room)
 
         # All calls of a row are made in the thread of its worker, one after the other.
         def reply(row: int, turn: Sequence[int]) -> Future:
@@ -380,7 +381,10 @@ class TurnsEngine:
             futures.append(tools.submit(conversation.row, conversation.end, completion))
         completions = [future.result() for future in futures]
         self._warn_of_failures(conversations)
-        return [Group(group[0].problem, tuple(completions[p * G : (p + 1) * G])) for p, group in enumerate(groups)]
+        return [
+            Group(group[0].problem, tuple(completions[p * G : (p + 1) * G]))
+            for p, group in enumerate(groups)
+        ]
 
     def _warn_of_failures(self, conversations: Sequence[Conversation]) -> None:
         failures = [c.failure for c in conversations if c.failure]

@@ -103,7 +103,9 @@ class Tools:
         if self.environment and self.environment.has_reward and not is_named:
             specs.append(RewardSpec(ENVIRONMENT_PREFIX + self.environment.name))
         if not specs:
-            raise ValueError("nothing gives a reward: set reward.functions, or give the environment a get_reward()")
+            raise ValueError(
+                "nothing gives a reward: set reward.functions, or give the environment a get_reward()"
+            )
         return specs
 
     def keep_groups_together(self) -> None:

@@ -52,7 +52,9 @@ def build_engine(
     with contextlib.ExitStack() as on_failure:
         with world.fail_together():
             if world.is_main and settings.addresses is None:
-                started = start_server(config, world, policy, path, longest, Path(folder), on_failure)
+                started = start_server(
+                    config, world, policy, path, longest, Path(folder), on_failure
+                )
         addresses = world.from_main(settings.addresses or [started and started.address])
         servers = [Server(address, config.runtime.timeout_s / 3) for address in addresses]
         if started:  # by the main rank

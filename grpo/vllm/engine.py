@@ -24,7 +24,7 @@ from torch import nn
 
 from grpo.algorithm.batch import Completion, Group, Problem
 from grpo.algorithm.seeding import derive_seed
-from grpo.distributed import World, is_sharded, whole_trained_weights
+from grpo.distributed import World, full_trained_weights, is_sharded
 from grpo.model import Policy
 from grpo.rollout import SamplingParams, Stops
 from grpo.rollout.interface import ROWS_PER_CALL, Replies, grouped
@@ -33,7 +33,7 @@ from grpo.vllm.weights import Probe, WeightsFolder
 
 MAX_REQUESTS = 512
 """Most requests in flight over all ranks and servers, each with a connection of its own."""
-WHOLE = "grpo-whole-"
+FULL_MODEL = "grpo-whole-"
 ADAPTER = "grpo-adapter-"
 """Beginnings of the versions of weights that replace a server's, and of adapters beside these."""
 LOWEST_TEMPERATURE = 0.01
@@ -94,8 +94,8 @@ class VLLMEngine:
         with nullcontext() if is_sharded(self.probe.root) else self.world.fail_together():
             self.probe.update()
             unreached = self.policy.unreached.values()
-            weights = whole_trained_weights(self.policy.trained, unreached)
-        kind = ADAPTER if self.policy.adapter else WHOLE
+            weights = full_trained_weights(self.policy.trained, unreached)
+        kind = ADAPTER if self.policy.adapter else FULL_MODEL
         version = kind + uuid.uuid4().hex
         with self.world.fail_together():
             if self.world.is_main:
@@ -129,7 +129,9 @@ class VLLMEngine:
         ServerError if a server does not answer in time, or does not return what was asked for.
         """
         if 0 < sampling.temperature < LOWEST_TEMPERATURE:
-            raise ServerError(f"vLLM samples at temperatures of {LOWEST_TEMPERATURE} or above, or greedily at 0")
+            raise ServerError(
+                f"vLLM samples at temperatures of {LOWEST_TEMPERATURE} or above, or greedily at 0"
+            )
         stops = Stops(self.policy, sampling.stop)
         bodies = []
         for problem in problems:
@@ -180,10 +182,14 @@ class VLLMEngine:
         info = await server.call(http, "GET", "/server_info?config_format=json")
         settings = info.json()["vllm_config"]
         if settings["model_config"]["logprobs_mode"] != "processed_logprobs":
-            raise ServerError(f"{server} returns other log-probs: start it with --logprobs-mode processed_logprobs")
+            raise ServerError(
+                f"{server} returns other log-probs: start it with --logprobs-mode processed_logprobs"
+            )
         weights = await server.call(http, "GET", "/weight_info")
-        if self.policy.adapter and weights.json()["weight_version"].startswith(WHOLE):
-            raise ServerError(f"{server} has the weights of another run, which an adapter is not for: start it again")
+        if self.policy.adapter and weights.json()["weight_version"].startswith(FULL_MODEL):
+            raise ServerError(
+                f"{server} has the weights of another run, which an adapter is not for: start it again"
+            )
 
     async def _load(
         self,
@@ -290,10 +296,14 @@ class VLLMEngine:
         length = len(sampled.ids)
         most = body["sampling_params"]["max_tokens"]
         if length > most or (length < most and sampled.finish_reason == "length"):
-            raise ServerError(f"{server} ended a completion after {length} of {most} tokens: raise --max-model-len")
+            raise ServerError(
+                f"{server} ended a completion after {length} of {most} tokens: raise --max-model-len"
+            )
         versions = {weights["version"] for weights in sampled.weight_versions}
         if versions != {self.version}:
-            raise ServerError(f"{server} has lost this step's weights: it was started again, or another run uses it")
+            raise ServerError(
+                f"{server} has lost this step's weights: it was started again, or another run uses it"
+            )
         return sampled
 
 

@@ -50,7 +50,9 @@ def start_server(
     """A server on this machine, when it answers; ``stack`` ends it. Arguments as of
     :func:`grpo.vllm.build_engine`."""
     if world.num_machines > 1:
-        raise ConfigError("rollout.server=start is for one machine: name the addresses of servers in rollout.server")
+        raise ConfigError(
+            "rollout.server=start is for one machine: name the addresses of servers in rollout.server"
+        )
     options = [
         f"--dtype={DTYPES[policy.precision]}".replace("torch.", ""),
         "--logprobs-mode=processed_logprobs",

@@ -30,7 +30,9 @@ class WeightsFolder:
 
     def __init__(self, parent: str):
         self.prefix = f"grpo-{socket.gethostname()}-"
-        self.path = Path(os.path.abspath(parent), f"{self.prefix}{os.getpid()}-{uuid.uuid4().hex[:8]}")
+        self.path = Path(
+            os.path.abspath(parent), f"{self.prefix}{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        )
 
     def write(self, policy: Policy, weights: dict[str, torch.Tensor], version: str) -> Path:
         """Delete what ended processes of this machine have left, then write weights as
@@ -80,7 +82,9 @@ class Probe:
         logprobs_SV = logits_SV.log_softmax(dim=-1)
         self.computed_S = logprobs_SV.gather(1, sequence_1S[0, 1:, None])[:, 0].cpu()
         if self.computed_S.isnan().any():
-            raise ValueError("the model computes NaN: its weights are broken, lower optim.learning_rate")
+            raise ValueError(
+                "the model computes NaN: its weights are broken, lower optim.learning_rate"
+            )
 
     def compare(self, server: Any, found: Sequence[float]) -> str | None:
         """The fault of a server's log-probs after it has loaded the weights; None: there is none.
@@ -93,7 +97,9 @@ class Probe:
         limit = LIMITS[self.policy.precision]
         difference = _distance(found_S, self.computed_S)
         if not difference <= limit:
-            return f"log-probs of a text differ by {difference:.3g} nats on average (limit {limit:g})"
+            return (
+                f"log-probs of a text differ by {difference:.3g} nats on average (limit {limit:g})"
+            )
         former_S, computed_S = self.answers.setdefault(server, (found_S, self.computed_S))
         moved = _distance(self.computed_S, computed_S)
         noise = _distance(former_S, computed_S)

@@ -19,7 +19,7 @@ from typing import Any
 
 import cloudpickle
 
-from grpo.system import UserError, end_with_parent, first_line, survive_lost_readers
+from grpo.system import UserError, end_with_parent, first_line, ignore_broken_pipes
 
 MAX_TRACEBACK_LENGTH = 8000
 HOST = "host"
@@ -62,8 +62,8 @@ class Answer:
     """The result of one request."""
 
     kind: str = "ok"
-    """``"ok"``; ``"error"``: the object raised; ``"timeout"``; ``"died"``: the worker process ended,
-    or ``"skipped"``: the request was not made."""
+    """``"ok"``; ``"error"``: the object raised; ``"timeout"``; ``"died"``: the worker process
+    ended, or ``"skipped"``: the request was not made."""
     value: Any = None
     """The result of the method. For an error: the exception, if it is a :class:`UserError`."""
     message: str = ""
@@ -84,7 +84,8 @@ class Host:
     def __init__(self):
         self.objects: dict[Hashable, Any] = {HOST: self}
         self.loaded = {HOST}
-        """The keys of the objects, to which the :class:`grpo.workers.pool.Worker` that asks adds."""
+        """The keys of the objects, to which the :class:`grpo.workers.pool.Worker` that asks
+        adds."""
         # One event loop for all coroutines, because an HTTP client is bound to its loop.
         self._runner = asyncio.Runner()
 
@@ -178,7 +179,7 @@ def serve(descriptor: int, parent: int) -> None:
     """
     end_with_parent()
     # What an object prints is no reason to fail.
-    survive_lost_readers()
+    ignore_broken_pipes()
     if os.getppid() != parent:  # the parent ended before end_with_parent() took effect
         os._exit(1)
     # Programs that an object starts do not get the connection.

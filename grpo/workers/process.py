@@ -31,9 +31,7 @@ is killed."""
 
 # With -c, Python puts the working folder first in sys.path. Until that is replaced, only built-in
 # modules are imported.
-_BOOTSTRAP = (
-    "import sys; sys.path[:] = sys.argv[3:]; from grpo.workers.host import serve; serve(*map(int, sys.argv[1:3]))"
-)
+_BOOTSTRAP = "import sys; sys.path[:] = sys.argv[3:]; from grpo.workers.host import serve; serve(*map(int, sys.argv[1:3]))"
 
 
 class WorkerProcess:

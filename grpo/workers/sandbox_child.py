@@ -36,8 +36,8 @@ def main() -> None:
     """Confine this process, run each test of the job in a child, and report the results."""
     # If the caller ignores SIGCHLD, so does this process, and waitpid would find no child.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    # Process 1 of a namespace gets only the signals that it handles. Python handles SIGINT, by which
-    # a test could interrupt the driver.
+    # Process 1 of a namespace gets only the signals that it handles. Python handles SIGINT, by
+    # which a test could interrupt the driver.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     job = SimpleNamespace(**json.load(sys.stdin))
 

@@ -1,4 +1,5 @@
-"""Rewards to advantages, with numbers worked by hand. Shapes: ``P`` problems, ``G`` completions of each."""
+"""Rewards to advantages, with numbers worked by hand. Shapes: ``P`` problems, ``G`` completions of
+each."""
 
 import itertools
 import math
@@ -26,11 +27,16 @@ def double(*rows):
 
 
 def reference(rewards_PG, baseline, scale, eps):
-    """The table of the algorithm as plain loops over Python floats; NaN rewards are dropped first."""
+    """The table of the algorithm as plain loops over Python floats; NaN rewards are dropped
+    first."""
 
     def std(values):
         mean = math.fsum(values) / len(values)
-        return math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (len(values) - 1)) if len(values) > 1 else 0.0
+        return (
+            math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (len(values) - 1))
+            if len(values) > 1
+            else 0.0
+        )
 
     everything = [r for row in rewards_PG for r in row if not math.isnan(r)]
     result = []
@@ -65,8 +71,8 @@ def reference(rewards_PG, baseline, scale, eps):
 
 
 def test_standard_deviations_by_hand():
-    # [0, 1, 2, 5]: mean 2; squared deviations 4 + 1 + 0 + 9 = 14, over 3.
-    # [1, 1, 1, 5]: mean 2; squared deviations 1 + 1 + 1 + 9 = 12, over 3. Both together: mean 2, std sqrt(26 / 7).
+    # [0, 1, 2, 5]: mean 2; squared deviations 4 + 1 + 0 + 9 = 14, over 3. [1, 1, 1, 5]: mean 2;
+    # squared deviations 1 + 1 + 1 + 9 = 12, over 3. Both together: mean 2, std sqrt(26 / 7).
     rewards = double([0, 1, 2, 5], [1, 1, 1, 5])
     of_groups = double([math.sqrt(14 / 3)], [2.0])
     advantages = group_advantages(rewards, scale="group", eps=0.5)
@@ -127,30 +133,40 @@ def test_groups_without_advantage_are_those_whose_advantages_are_0(baseline, sca
 
 
 def test_the_mean_as_scale_by_hand():
-    # Mean 1/4: (1 - 1/4) / (1/4) = 3 and -1; mean 3/4: 1/3 and -1: a solved hard problem counts more than an easy one.
-    advantages = group_advantages(double([1, 0, 0, 0], [1, 1, 1, 0], [0, 0, 0, 0]), scale="mean", eps=0.0)
+    # Mean 1/4: (1 - 1/4) / (1/4) = 3 and -1; mean 3/4: 1/3 and -1: a solved hard problem counts
+    # more than an easy one.
+    advantages = group_advantages(
+        double([1, 0, 0, 0], [1, 1, 1, 0], [0, 0, 0, 0]), scale="mean", eps=0.0
+    )
     expected = double([3, -1, -1, -1], [1 / 3, 1 / 3, 1 / 3, -1], [0, 0, 0, 0])
     torch.testing.assert_close(advantages, expected, rtol=1e-12, atol=0)
 
 
 def test_gdpo_by_hand():
-    # Two functions, three groups of two, eps 0. Two unequal values become -+ 1 / sqrt 2 =: -+ a, one alone 0.
-    # Sums with weights 1 and 2: -a + 2a, a - 2a; 0 + 2a, 0 - 2a; no value, 0. The five that have a value have squares
-    # that add up to 10 a^2 = 5: std sqrt(5 / 4).
+    # Two functions, three groups of two, eps 0. Two unequal values become -+ 1 / sqrt 2 =: -+ a,
+    # one alone 0. Sums with weights 1 and 2: -a + 2a, a - 2a; 0 + 2a, 0 - 2a; no value, 0. The five
+    # that have a value have squares that add up to 10 a^2 = 5: std sqrt(5 / 4).
     first = double([0, 1], [3, NAN], [NAN, 0.1])
     second = double([100, 50], [7, 6], [NAN, 0.2])
     values_PGF = torch.stack([first, second], dim=-1)
     a = 0.5**0.5
     std = math.sqrt(5 / 4)
     advantages = normalize_then_sum(values_PGF, [1.0, 2.0], eps=0.0)
-    torch.testing.assert_close(advantages, double([a / std, -a / std], [2 * a / std, -2 * a / std], [0, 0]))
-    assert has_no_advantage(values_PGF, baseline="mean", scale="group").tolist() == [False, False, True]
+    torch.testing.assert_close(
+        advantages, double([a / std, -a / std], [2 * a / std, -2 * a / std], [0, 0])
+    )
+    assert has_no_advantage(values_PGF, baseline="mean", scale="group").tolist() == [
+        False,
+        False,
+        True,
+    ]
     # One function alone is the advantage of its group, divided by the std of the batch.
     assert normalize_then_sum(values_PGF, [1.0, 0.0], eps=0.0)[1].tolist() == [0, 0]
 
 
 def test_functions_that_cancel_each_other_out_have_no_advantage_under_gdpo():
-    """The sums are 0 but for rounding, whose standard deviation must not become the unit of the advantages."""
+    """The sums are 0 but for rounding, whose standard deviation must not become the unit of the
+    advantages."""
     value_PG = torch.tensor([[0.0, 0.1, 0.2, 0.1], [0.3, 0.1, 0.1, 0.0], [0.1, 0.1, 0.1, 0.1]])
     values_PGF = torch.stack([value_PG, value_PG, 10 * value_PG + 3], dim=-1)
     for eps in (0.0, 1e-9):
@@ -158,7 +174,9 @@ def test_functions_that_cancel_each_other_out_have_no_advantage_under_gdpo():
             assert not normalize_then_sum(values_PGF, weights, eps=eps).any()
         advantages = normalize_then_sum(values_PGF, [1.0, 1.0, -1.0], eps=eps)
         assert advantages.abs().max() > 1
-        assert not advantages[2].any(), "nor has a group of equal values, whatever the mean of the batch is by rounding"
+        assert not advantages[2].any(), (
+            "nor has a group of equal values, whatever the mean of the batch is by rounding"
+        )
 
 
 @pytest.mark.parametrize(
@@ -179,7 +197,8 @@ def test_what_has_no_advantage_is_refused(rewards, options, message):
 
 
 def test_advantages_of_the_user():
-    """They see rewards and the values of each function; a completion without a reward gets 0, whatever they give it."""
+    """They see rewards and the values of each function; a completion without a reward gets 0,
+    whatever they give it."""
     values_PGF = torch.tensor([[[1.0, 0.0], [0.0, 2.0]], [[NAN, NAN], [1.0, 1.0]]])
     rewards_PG = weighted_sum(values_PGF, [1.0, 0.5])
 

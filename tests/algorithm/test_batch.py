@@ -1,7 +1,7 @@
 """The rows of a step on their way from groups to micro-batches.
 
-Shapes: ``P`` problems, ``G`` completions each, ``B = P*G`` rows, ``S`` tokens with the prompt, ``T`` completion tokens.
-"""
+Shapes: ``P`` problems, ``G`` completions each, ``B = P*G`` rows, ``S`` tokens with the prompt,
+``T`` completion tokens."""
 
 from dataclasses import replace
 
@@ -32,7 +32,10 @@ def completion(ids, finished=True):
 
 
 def two_groups():
-    one = Group(Problem(0, "", (1, 2)), (completion([11, 12, EOS]), completion([13, 14, 15, 16], finished=False)))
+    one = Group(
+        Problem(0, "", (1, 2)),
+        (completion([11, 12, EOS]), completion([13, 14, 15, 16], finished=False)),
+    )
     two = Group(Problem(1, "", (3, 4, 5)), (completion([EOS]), completion([17, EOS])))
     return [one, two]
 
@@ -46,13 +49,25 @@ def test_collate_by_hand():
         [3, 4, 5, 17, EOS, PAD],
     ]
     assert batch.prompt_lengths_B.tolist() == [2, 2, 3, 3]
-    assert batch.completion_mask_BT.int().tolist() == [[1, 1, 1, 0], [1, 1, 1, 1], [1, 0, 0, 0], [1, 1, 0, 0]]
+    assert batch.completion_mask_BT.int().tolist() == [
+        [1, 1, 1, 0],
+        [1, 1, 1, 1],
+        [1, 0, 0, 0],
+        [1, 1, 0, 0],
+    ]
     assert torch.equal(batch.loss_mask_BT, batch.completion_mask_BT)
     masked = collate(two_groups(), torch.zeros(2, 2), pad_id=PAD, mask_truncated=True)
-    assert masked.loss_mask_BT.sum(dim=1).tolist() == [3, 0, 1, 2], "a truncated completion is not trained on"
+    assert masked.loss_mask_BT.sum(dim=1).tolist() == [3, 0, 1, 2], (
+        "a truncated completion is not trained on"
+    )
     assert torch.equal(masked.completion_mask_BT, batch.completion_mask_BT), "but scored"
     assert batch.advantages_B.tolist() == [0.5, -0.5, 1.5, -1.5]
-    expected = [[-1.1, -1.2, -0.7, 0], [-1.3, -1.4, -1.5, -1.6], [-0.7, 0, 0, 0], [-1.7, -0.7, 0, 0]]
+    expected = [
+        [-1.1, -1.2, -0.7, 0],
+        [-1.3, -1.4, -1.5, -1.6],
+        [-0.7, 0, 0, 0],
+        [-1.7, -0.7, 0, 0],
+    ]
     torch.testing.assert_close(batch.sampling_logprobs_BT, torch.tensor(expected))
     assert batch.lengths_B.tolist() == [5, 6, 4, 5]
     assert len(batch) == 4 and batch.old_logprobs_BT is None and batch.ref_logprobs_BT is None
@@ -62,7 +77,8 @@ def test_collate_by_hand():
 
 
 def many_rows(seed=0, P=6, G=4):
-    """Groups of uneven lengths; every row's number is in its advantage and log-probs, and its tokens are its own."""
+    """Groups of uneven lengths; every row's number is in its advantage and log-probs, and its
+    tokens are its own."""
     generator = torch.Generator().manual_seed(seed)
     groups = []
     for p in range(P):
@@ -72,7 +88,9 @@ def many_rows(seed=0, P=6, G=4):
             start = 1000 * (p * G + g)
             completions.append(completion(range(start, start + n), finished=n < 12))
         groups.append(Group(Problem(p, "", prompt), tuple(completions)))
-    batch = collate(groups, torch.arange(P * G, dtype=torch.float32).view(P, G), pad_id=PAD, mask_truncated=True)
+    batch = collate(
+        groups, torch.arange(P * G, dtype=torch.float32).view(P, G), pad_id=PAD, mask_truncated=True
+    )
     number_B1 = torch.arange(P * G, dtype=torch.float32)[:, None]
     return replace(
         batch,
@@ -83,7 +101,8 @@ def many_rows(seed=0, P=6, G=4):
 
 
 def assert_same_rows(part, batch):
-    """Every row of ``part`` is the row of ``batch`` that its advantage names, trimmed to the longest of the part."""
+    """Every row of ``part`` is the row of ``batch`` that its advantage names, trimmed to the
+    longest of the part."""
     numbers = part.advantages_B.long().tolist()
     S = int(batch.lengths_B[numbers].max())
     T = int(batch.completion_mask_BT[numbers].sum(dim=1).max())
@@ -96,7 +115,9 @@ def assert_same_rows(part, batch):
             assert torch.equal(tensor, expected), name
     for b, number in enumerate(numbers):  # prompt + t is where token t lies
         start, n = int(part.prompt_lengths_B[b]), int(part.completion_mask_BT[b].sum())
-        assert part.sequence_ids_BS[b, start : start + n].tolist() == list(range(1000 * number, 1000 * number + n))
+        assert part.sequence_ids_BS[b, start : start + n].tolist() == list(
+            range(1000 * number, 1000 * number + n)
+        )
     return numbers
 
 
@@ -106,7 +127,9 @@ def test_rows_by_slice_by_index_and_by_minibatch():
     assert assert_same_rows(batch.select(torch.tensor([20, 3, 11])), batch) == [20, 3, 11]
     for count, n in ((1, 24), (2, 12), (6, 4)):
         numbers = [assert_same_rows(part, batch) for part in minibatches(batch, count)]
-        assert numbers == [list(range(m * n, (m + 1) * n)) for m in range(count)], "consecutive groups"
+        assert numbers == [list(range(m * n, (m + 1) * n)) for m in range(count)], (
+            "consecutive groups"
+        )
     plain = replace(batch, ref_logprobs_BT=None).select(slice(0, 2))
     assert plain.ref_logprobs_BT is None
 
@@ -119,7 +142,9 @@ def test_microbatches_hold_every_row_once_within_the_budget():
         for part, is_last in microbatches(batch, tokens):
             seen += assert_same_rows(part, batch)
             lasts.append(is_last)
-            assert part.sequence_ids_BS.numel() <= tokens or len(part) == 1  # padding counted; alone only if it must be
+            assert (
+                part.sequence_ids_BS.numel() <= tokens or len(part) == 1
+            )  # padding counted; alone only if it must be
         assert sorted(seen) == list(range(24))
         assert lasts == [False] * (len(lasts) - 1) + [True]  # the one that synchronises
         assert num_parts in (None, len(lasts))
@@ -152,7 +177,8 @@ def test_many_short_completions_of_a_long_prompt_are_divided():
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_rows_of_advantage_0_are_in_no_microbatch(packed):
-    """Of 2 minibatches of 12 rows the first has 5 advantages, the second none, so that its shortest row stays."""
+    """Of 2 minibatches of 12 rows the first has 5 advantages, the second none, so that its shortest
+    row stays."""
     batch = many_rows()
     advantages_B = torch.zeros(24)
     advantages_B[[0, 1, 6, 10, 11]] = torch.tensor([1.0, -1, 2, -2, 0.5])
@@ -168,4 +194,8 @@ def test_rows_of_advantage_0_are_in_no_microbatch(packed):
             assert sorted(found) == expected
     # The row that stays counts in no metric.
     spare, _ = next(microbatches(second, 1000, packed=packed))
-    assert not spare.loss_mask_BT.any() and not spare.counted_BT.any() and spare.completion_mask_BT.any()
+    assert (
+        not spare.loss_mask_BT.any()
+        and not spare.counted_BT.any()
+        and spare.completion_mask_BT.any()
+    )

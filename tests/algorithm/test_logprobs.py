@@ -32,7 +32,8 @@ def tiny_gemma2(cap):
 
 
 def uneven_rows():
-    """Right-padded sequences, prompt lengths and completion mask of four rows, one without a completion."""
+    """Right-padded sequences, prompt lengths and completion mask of four rows, one without a
+    completion."""
     ids_BS = torch.randint(3, V, (4, 9), generator=torch.Generator().manual_seed(1))
     for b in range(4):
         ids_BS[b, PROMPTS[b] + COMPLETIONS[b] :] = 0
@@ -41,7 +42,8 @@ def uneven_rows():
 
 
 def reference(model, temperature, ids_BS):
-    """Log-probs and entropies from all the logits, row by row and token by token, in the model's dtype."""
+    """Log-probs and entropies from all the logits, row by row and token by token, in the model's
+    dtype."""
     logprobs_BT = torch.zeros(4, max(COMPLETIONS), dtype=model.dtype)
     entropies_BT = torch.zeros_like(logprobs_BT)
     for b, (p, c) in enumerate(zip(PROMPTS, COMPLETIONS, strict=True)):
@@ -65,11 +67,15 @@ def gradients_of(model, logprobs_BT):
 
 
 def test_log_probs_by_hand():
-    # Logits are logs of weights, so that a probability is weight / sum of weights; at temperature 1/2 they are squared.
+    # Logits are logs of weights, so that a probability is weight / sum of weights; at temperature
+    # 1/2 they are squared.
     weights = torch.tensor([[1, 2, 3, 4], [8, 4, 2, 2], [6, 2, 1, 1]], dtype=torch.float64)
     labels = torch.tensor([2, 0, -100])
     logprobs = logprobs_from_logits(weights.log(), labels)
-    assert logprobs.exp().tolist() == pytest.approx([3 / 10, 1 / 2, 1.0]) and logprobs.dtype == torch.float64
+    assert (
+        logprobs.exp().tolist() == pytest.approx([3 / 10, 1 / 2, 1.0])
+        and logprobs.dtype == torch.float64
+    )
     logprobs = logprobs_from_logits(weights.log(), labels, temperature=0.5)
     assert logprobs.exp().tolist() == pytest.approx([9 / 30, 64 / 88, 1.0])
 
@@ -86,10 +92,17 @@ def test_entropy_is_not_negative_at_a_low_temperature():
 
 
 def test_entropy_by_hand():
-    # Probabilities 1/2, 1/4, 1/8, 1/8: 1/2 ln 2 + 1/4 ln 4 + 2/8 ln 8 = 7/4 ln 2. Uniform over 4: ln 4. Sure: 0.
-    logits = torch.tensor([[4.0, 2.0, 1.0, 1.0], [1.0, 1.0, 1.0, 1.0], [1.0, 0.0, 0.0, 0.0]]).log().requires_grad_()
+    # Probabilities 1/2, 1/4, 1/8, 1/8: 1/2 ln 2 + 1/4 ln 4 + 2/8 ln 8 = 7/4 ln 2. Uniform over 4:
+    # ln 4. Sure: 0.
+    logits = (
+        torch.tensor([[4.0, 2.0, 1.0, 1.0], [1.0, 1.0, 1.0, 1.0], [1.0, 0.0, 0.0, 0.0]])
+        .log()
+        .requires_grad_()
+    )
     _, entropies = score_logits(logits, torch.tensor([0, 0, 0]), 1.0)
-    torch.testing.assert_close(entropies, torch.tensor([1.75, 2.0, 0.0]) * math.log(2), rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(
+        entropies, torch.tensor([1.75, 2.0, 0.0]) * math.log(2), rtol=1e-6, atol=1e-7
+    )
     assert not entropies.requires_grad
 
 
@@ -110,12 +123,17 @@ def assert_agrees_with_float64(build_model, temperature, chunks):
             scorer.find_plain_head(inputs[0])
             logprobs_BT, entropies_BT = scorer(*inputs)
             gradients = gradients_of(model, logprobs_BT)
-        assert logprobs_BT.dtype == entropies_BT.dtype == torch.float32 and not entropies_BT.requires_grad
+        assert (
+            logprobs_BT.dtype == entropies_BT.dtype == torch.float32
+            and not entropies_BT.requires_grad
+        )
         torch.testing.assert_close(logprobs_BT.double(), expected_BT, rtol=0, atol=1e-5)
         torch.testing.assert_close(entropies_BT.double(), expected_entropies_BT, rtol=0, atol=1e-5)
         assert not logprobs_BT[~inputs[2]].any() and not entropies_BT[~inputs[2]].any()
         for name, gradient in expected.items():
-            torch.testing.assert_close(gradients[name].double(), gradient, rtol=1e-4, atol=1e-5, msg=name)
+            torch.testing.assert_close(
+                gradients[name].double(), gradient, rtol=1e-4, atol=1e-5, msg=name
+            )
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -131,7 +149,11 @@ def test_chunks_bound_the_logits(monkeypatch):
     monkeypatch.setattr(grpo.algorithm.logprobs, "_divide_by_temperature", counted)
     monkeypatch.setattr(grpo.algorithm.logprobs, "LOGITS_PER_CHUNK", 5 * V)
     logprobs_BT, _ = scorer(*uneven_rows())
-    assert rows_of_logits == [5, 5, 2]  # 4 + 2 + 6 + 0 completion tokens; prompts and padding never meet the head
+    assert rows_of_logits == [
+        5,
+        5,
+        2,
+    ]  # 4 + 2 + 6 + 0 completion tokens; prompts and padding never meet the head
     gradients_of(model, logprobs_BT)
     assert rows_of_logits == [5, 5, 2] * 2  # and once more in the backward pass
 
@@ -151,12 +173,16 @@ def test_chunks_add_up_their_gradients_in_the_weights_precision():
         logprobs_N, _ = score(*inputs, labels_N, 0.7, n, dtype)
         return torch.autograd.grad((logprobs_N * weights_N).sum(), inputs)
 
-    for exact, found in zip(gradients(600, torch.float32), gradients(1, torch.bfloat16), strict=True):
+    for exact, found in zip(
+        gradients(600, torch.float32), gradients(1, torch.bfloat16), strict=True
+    ):
         assert found.dtype == torch.float32
         assert float((found - exact).norm() / exact.norm()) < 5e-3
 
 
-@pytest.mark.parametrize("build_model", [tiny_qwen2, lambda: tiny_gemma2(cap=1.0)], ids=["plain head", "capped"])
+@pytest.mark.parametrize(
+    "build_model", [tiny_qwen2, lambda: tiny_gemma2(cap=1.0)], ids=["plain head", "capped"]
+)
 def test_nothing_to_score_still_has_a_graph(build_model):
     model = build_model()
     ids_BS, lengths_B, mask_BT = uneven_rows()
@@ -181,7 +207,8 @@ def test_logits_that_are_scaled_are_scored_right(model_type, settings, is_plain)
 
 
 def test_a_cap_is_seen_while_the_logits_are_still_small():
-    """Gemma 2's own cap of 30 does not show on logits of 0.3, but does once training has made them large."""
+    """Gemma 2's own cap of 30 does not show on logits of 0.3, but does once training has made them
+    large."""
     model = tiny_gemma2(cap=30.0)
     scorer, _ = checked(model)
     with torch.no_grad():

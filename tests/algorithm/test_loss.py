@@ -1,4 +1,5 @@
-"""The policy loss against numbers worked by hand and against plain Python loops. Shapes: ``B`` rows, ``T`` tokens."""
+"""The policy loss against numbers worked by hand and against plain Python loops. Shapes: ``B``
+rows, ``T`` tokens."""
 
 import itertools
 import math
@@ -72,12 +73,14 @@ def test_clip_by_hand():
     # Row 1, A -1: -min(-1.5, -1.2) = 1.5    -min(-.5, -.8) = .8                            sum  2.3
     # Row 2, A 2:  -2.2                                                                     sum -2.2
     # Row 3, A -2: -min(-1, -1.6) = 1.6    -min(-4, -2.4) = 4    1.8                        sum  7.4
-    # d(-rho A)/d(lp) = -rho A where the unclipped branch is the smaller one, 0 where the clipped one is, 0 on padding.
+    # d(-rho A)/d(lp) = -rho A where the unclipped branch is the smaller one, 0 where the clipped
+    # one is, 0 on padding.
     per_token = double([[0, -1, -0.5], [1.5, 0, 0], [-2.2, 0, 0], [0, 4, 1.8]])
     loss, gradient_BT, stats = example()
     assert loss == close(4.8) == example(aggregation="constant", max_length=5)[0]
     assert_close(gradient_BT, per_token.tolist())
-    # Low: A < 0 below .8, rows 1 and 3. High: A > 0 above 1.2, row 0; rows 1 and 3 take the unclipped branch there.
+    # Low: A < 0 below .8, rows 1 and 3. High: A > 0 above 1.2, row 0; rows 1 and 3 take the
+    # unclipped branch there.
     assert totals(stats, *CLIPPED) == [2, 1, 3]
     assert totals(stats, "ratio")[0] == pytest.approx(9.5)
     assert not any(total.requires_grad or count.item() != 9 for total, count in stats.values())
@@ -87,13 +90,14 @@ def test_clip_by_hand():
     assert_close(gradient_BT, (per_token / double([[3], [2], [1], [3]])).tolist())
     # Above 1.6 instead of 1.2: row 0's 1.5 is no longer clipped, -1.5 instead of -1.2.
     assert example(epsilon_high=0.6)[0] == close(4.8 - 0.3)
-    # With A < 0, row 1's ratio of 1.5 and row 3's of 2 are capped at 1.4: 1.4 instead of 1.5, 2.8 instead of 4.
+    # With A < 0, row 1's ratio of 1.5 and row 3's of 2 are capped at 1.4: 1.4 instead of 1.5, 2.8
+    # instead of 4.
     assert example(delta=1.4)[0] == close(4.8 - 0.1 - 1.2)
 
 
 def test_cispo_by_hand():
-    # The weight min(rho, 1.2) is a constant: the gradient is -weight * A and nothing of the ratio's own. It is capped
-    # whatever the sign of A is: rows 0, 1, 3.
+    # The weight min(rho, 1.2) is a constant: the gradient is -weight * A and nothing of the ratio's
+    # own. It is capped whatever the sign of A is: rows 0, 1, 3.
     _, gradient_BT, stats = example(objective="cispo")
     assert_close(gradient_BT, [[-1.2, -1, -0.5], [1.2, 0.5, 0], [-2.2, 0, 0], [1, 2.4, 1.8]])
     assert totals(stats, *CLIPPED) == [0, 3, 3]
@@ -101,22 +105,25 @@ def test_cispo_by_hand():
 
 
 def test_kl_by_hand():
-    # d = ln(ref / new) is ln 2 at row 0's last token, of ratio .5, and -ln 2 at row 1's first, of ratio 1.5; else 0.
-    # k3 = e^d - d - 1 is 1 - ln 2 and ln 2 - 1/2 there; its slope 1 - e^d is -1 and 1/2.
+    # d = ln(ref / new) is ln 2 at row 0's last token, of ratio .5, and -ln 2 at row 1's first, of
+    # ratio 1.5; else 0. k3 = e^d - d - 1 is 1 - ln 2 and ln 2 - 1/2 there; its slope 1 - e^d is -1
+    # and 1/2.
     loss, gradient_BT, stats = example(torch.zeros(4), beta=0.5)
     assert loss == close(0.5 * (1 - LN2 + LN2 - 0.5))
     assert_close(gradient_BT, [[0, 0, -0.5], [0.25, 0, 0], [0, 0, 0], [0, 0, 0]])
     assert stats["kl"][0].item() == pytest.approx(0.5, abs=1e-6) and stats["kl"][1].item() == 9
     loss, gradient_BT, _ = example(torch.zeros(4), beta=0.5, unbiased_kl=True)
     assert loss == close(0.5 * (0.5 * (1 - LN2) + 1.5 * (LN2 - 0.5)))
-    # d(rho k3)/d(lp) = rho (k3 + 1 - e^d): at row 0 .5 (1 - ln 2 - 1), at row 1 1.5 (ln 2 - 1/2 + 1/2), elsewhere 0.
+    # d(rho k3)/d(lp) = rho (k3 + 1 - e^d): at row 0 .5 (1 - ln 2 - 1), at row 1 1.5 (ln 2 - 1/2 +
+    # 1/2), elsewhere 0.
     slope = 0.5 * 1.5 * LN2
     assert_close(gradient_BT, [[0, 0, -0.25 * LN2], [slope, 0, 0], [0, 0, 0], [0, 0, 0]])
 
 
 def test_dppo_tv_by_hand():
-    # new - old probability: .2 0 -.2 | .2 -.2 | .05 | -.25 .2 -.02. With bounds of .15 row 0's first token (A > 0,
-    # rose), row 1's second (A < 0, fell) and row 3's first are cut; the others have weights min(rho, 20), as of cispo.
+    # new - old probability: .2 0 -.2 | .2 -.2 | .05 | -.25 .2 -.02. With bounds of .15 row 0's
+    # first token (A > 0, rose), row 1's second (A < 0, fell) and row 3's first are cut; the others
+    # have weights min(rho, 20), as of cispo.
     _, gradient_BT, stats = example(objective="dppo_tv", epsilon=0.15)
     assert_close(gradient_BT, [[0, -1, -0.5], [1.5, 0, 0], [-2.2, 0, 0], [0, 4, 1.8]])
     assert totals(stats, *CLIPPED) == [2, 1, 3]
@@ -124,7 +131,8 @@ def test_dppo_tv_by_hand():
     assert gradient_BT[0].tolist() == close([-20, -20, -20]), "a ratio of 50 weighs as 20"
 
 
-# Sampled with probabilities such that old / sampled is 2 .5 1 | 4 1 | .25 | 1 1 5; products 1, 4, .25, 5.
+# Sampled with probabilities such that old / sampled is 2 .5 1 | 4 1 | .25 | 1 1 5; products 1, 4,
+# .25, 5.
 SAMPLED = OLD - double([[2, 0.5, 1], [4, 1, NAN], [0.25, NAN, NAN], [1, 1, 5]]).log()
 
 
@@ -161,19 +169,32 @@ def test_sampler_correction_by_hand(correction, bounds, weights, num_cut):
 
 
 def test_off_policy_sequence_mask_by_hand():
-    # Mean of log(sampled / new): row 1, -ln(1.5 .5 4 1) / 2 < 0: kept; row 3, -ln(.5 2 .9 5) / 3 < 0: kept. With old
-    # as sampled these are -ln(.75) / 2 = .1438 and -ln(.9) / 3 = .0351; rows 0 and 2 have positive advantages and stay.
-    for sampled, threshold, dropped in ((SAMPLED, 0.01, []), (OLD, 0.1, [1]), (OLD, 0.01, [1, 3]), (OLD, 0.2, [])):
-        _, gradient_BT, stats = example(sampling_logprobs_BT=sampled, off_policy_mask_threshold=threshold)
+    # Mean of log(sampled / new): row 1, -ln(1.5 .5 4 1) / 2 < 0: kept; row 3, -ln(.5 2 .9 5) / 3 <
+    # 0: kept. With old as sampled these are -ln(.75) / 2 = .1438 and -ln(.9) / 3 = .0351; rows 0
+    # and 2 have positive advantages and stay.
+    for sampled, threshold, dropped in (
+        (SAMPLED, 0.01, []),
+        (OLD, 0.1, [1]),
+        (OLD, 0.01, [1, 3]),
+        (OLD, 0.2, []),
+    ):
+        _, gradient_BT, stats = example(
+            sampling_logprobs_BT=sampled, off_policy_mask_threshold=threshold
+        )
         expected_BT = example()[1]
         expected_BT[dropped] = 0
         assert torch.equal(gradient_BT, expected_BT)
-        assert [number.item() for number in stats["sampling/off_policy_masked"]] == [len(dropped), 4]
+        assert [number.item() for number in stats["sampling/off_policy_masked"]] == [
+            len(dropped),
+            4,
+        ]
 
 
 def test_top_entropy_tokens_by_hand():
     entropies_N = double([0.1, 0.9, 0.4, 0.7, 0.2])
-    assert entropy_threshold(entropies_N, 0.4).item() == close(0.4 + 0.4 * 0.3)  # rank .6 * 4 = 2.4 between .4 and .7
+    assert entropy_threshold(entropies_N, 0.4).item() == close(
+        0.4 + 0.4 * 0.3
+    )  # rank .6 * 4 = 2.4 between .4 and .7
     assert entropy_threshold(torch.ones(0), 0.2).item() == math.inf
     many_N = torch.arange(2**24 + 1, dtype=torch.float32)  # more than torch.quantile takes
     assert entropy_threshold(many_N, 0.5).item() == 2**23
@@ -188,7 +209,11 @@ def test_top_entropy_tokens_by_hand():
 def test_denominators_by_hand(aggregation, of_all, without_a_row, of_none):
     row_gone = MASK.float()
     row_gone[1] = 0
-    for mask_BT, expected in ((MASK, of_all), (row_gone, without_a_row), (torch.zeros(4, 3), of_none)):
+    for mask_BT, expected in (
+        (MASK, of_all),
+        (row_gone, without_a_row),
+        (torch.zeros(4, 3), of_none),
+    ):
         denominator = loss_denominator(mask_BT, aggregation=aggregation, max_length=5)
         assert denominator.dtype == torch.float32 and denominator.shape == ()
         assert denominator.item() == expected
@@ -207,7 +232,8 @@ def own_clip(logprobs_BT, ratio_BT, A_B1, mask_BT, bounds):
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_loss_of_the_user_gets_the_tensors_of_the_built_in_ones(level):
-    """The built-in loss written again gives its value and gradient, also with KL, corrections and averages."""
+    """The built-in loss written again gives its value and gradient, also with KL, corrections and
+    averages."""
     results = []
     for objective in (own_clip, "clip"):
         results.append(
@@ -235,8 +261,11 @@ def test_a_constant_loss_of_the_user_has_a_gradient_of_0():
 # --- against plain loops
 
 
-def reference(new, old, advantages, mask, ref, *, objective, level, high, delta, beta, kl, aggregation):
-    """The same loss sum, one scalar at a time: nested lists of 0-d float64 tensors (``new``, with grad) and floats."""
+def reference(
+    new, old, advantages, mask, ref, *, objective, level, high, delta, beta, kl, aggregation
+):
+    """The same loss sum, one scalar at a time: nested lists of 0-d float64 tensors (``new``, with
+    grad) and floats."""
     total = 0.0
     for b, tokens in enumerate(mask):
         live = [t for t, counts in enumerate(tokens) if counts]
@@ -268,8 +297,8 @@ def reference(new, old, advantages, mask, ref, *, objective, level, high, delta,
 
 
 def random_rows(seed, B=8, T=5):
-    """Rows of every length from 0 to T, one with a hole; ratios on both sides of every bound. Outside the mask is NaN,
-    and so is the advantage of the row without tokens."""
+    """Rows of every length from 0 to T, one with a hole; ratios on both sides of every bound.
+    Outside the mask is NaN, and so is the advantage of the row without tokens."""
     generator = torch.Generator().manual_seed(seed)
 
     def noise(*shape):
@@ -289,7 +318,8 @@ def random_rows(seed, B=8, T=5):
 
 
 SEEDS = (145, 147)
-"""Seeds whose rows reach every branch of the loss, clipped on both sides for advantages of both signs."""
+"""Seeds whose rows reach every branch of the loss, clipped on both sides for advantages of both
+signs."""
 SURROGATES = [  # objective, level, delta, epsilon_high: only bounds that the objective has
     *itertools.product(["clip"], LEVELS, (None, 1.5), (0.2, 0.3)),
     *itertools.product(["cispo"], LEVELS, [None], (0.2, 0.3)),

@@ -1,4 +1,5 @@
-"""Derived seeds: the same in every process and version, and different for every purpose and place."""
+"""Derived seeds: the same in every process and version, and different for every purpose and
+place."""
 
 import torch
 
@@ -16,13 +17,15 @@ GOLDEN = {
 def test_seeds_and_numbers_do_not_change_between_versions():
     """Recorded once. With another number here, every published run would sample other completions.
 
-    Python's ``hash`` of text differs between processes, so this test would also fail if seeds came from it.
-    """
+    Python's ``hash`` of text differs between processes, so this test would also fail if seeds came
+    from it."""
     assert {arguments: derive_seed(*arguments) for arguments in GOLDEN} == GOLDEN
     torch.manual_seed(1)
     before = torch.get_rng_state()
     drawn = torch.rand(4, generator=generator(0, "rollout", 0, 0, 0))
-    torch.testing.assert_close(drawn, torch.tensor([0.2512792945, 0.2331960201, 0.8743896484, 0.7611414790]))
+    torch.testing.assert_close(
+        drawn, torch.tensor([0.2512792945, 0.2331960201, 0.8743896484, 0.7611414790])
+    )
     assert torch.equal(torch.get_rng_state(), before), "the global state is neither read nor moved"
 
 

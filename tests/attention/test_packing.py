@@ -4,16 +4,24 @@ import pytest
 import torch
 from architectures import CAN, CANNOT, V, build, checked
 
-from grpo.algorithm.batch import Completion, Group, Problem, collate, completion_mask, microbatch_rows
+from grpo.algorithm.batch import (
+    Completion,
+    Group,
+    Problem,
+    collate,
+    completion_mask,
+    microbatch_rows,
+)
 from grpo.algorithm.logprobs import CompletionScorer
-from grpo.attention import few_sizes, pack
+from grpo.attention import pack, round_up_to_bucket
 from grpo.attention.packed import ATTENTION
 
 torch.set_num_threads(1)
 
 
 def rows():
-    """Six rows of three groups, of one to forty tokens; the second group has one completion, the third an empty one."""
+    """Six rows of three groups, of one to forty tokens; the second group has one completion, the
+    third an empty one."""
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(3, V, (n,), generator=generator) for n in (11, 1, 7)]
     group_B, lengths = [0, 0, 0, 1, 2, 2], [5, 1, 40, 9, 17, 0]
@@ -32,9 +40,13 @@ def scored(scorer, *batch):
     """Log-probs, entropies, and the gradient of a weighted sum of the log-probs."""
     scorer.zero_grad()
     logprobs_BT, entropies_BT = scorer(*batch)
-    weights_BT = torch.linspace(-1, 2, logprobs_BT.numel(), dtype=logprobs_BT.dtype).view_as(logprobs_BT)
+    weights_BT = torch.linspace(-1, 2, logprobs_BT.numel(), dtype=logprobs_BT.dtype).view_as(
+        logprobs_BT
+    )
     (logprobs_BT * weights_BT).sum().backward()
-    gradients = {name: p.grad.clone() for name, p in scorer.named_parameters() if p.grad is not None}
+    gradients = {
+        name: p.grad.clone() for name, p in scorer.named_parameters() if p.grad is not None
+    }
     return logprobs_BT.detach(), entropies_BT, gradients
 
 
@@ -56,23 +68,32 @@ def test_packed_equals_padded(name, recompute):
     packed = scored(scorer, *rows())
     hook.remove()
     # 11 + 1 + 7 prompt tokens, once each, and each completion without its last token
-    assert calls[0] == (1, 19 + 4 + 0 + 39 + 8 + 16 + 2)  # the last 2 are padding: 86 is none of the few sizes
+    assert calls[0] == (
+        1,
+        19 + 4 + 0 + 39 + 8 + 16 + 2,
+    )  # the last 2 are padding: 86 is none of the few sizes
     torch.testing.assert_close(packed[0], padded[0], rtol=0, atol=1e-5)
     torch.testing.assert_close(packed[1], padded[1], rtol=0, atol=1e-5)
     assert packed[2].keys() == padded[2].keys()
     for parameter, expected in padded[2].items():
-        torch.testing.assert_close(packed[2][parameter], expected, rtol=1e-4, atol=2e-5, msg=parameter)
+        torch.testing.assert_close(
+            packed[2][parameter], expected, rtol=1e-4, atol=2e-5, msg=parameter
+        )
 
 
 def test_packed_equals_padded_in_float64():
-    scorer = CompletionScorer(build(*CAN["gpt2, learned positions"]).double())  # (the others' norms compute in fp32)
+    scorer = CompletionScorer(
+        build(*CAN["gpt2, learned positions"]).double()
+    )  # (the others' norms compute in fp32)
     padded = scored(scorer, *rows())
     scorer, why_padded = checked(scorer.model)
     assert why_padded is None
     packed = scored(scorer, *rows())
     torch.testing.assert_close(packed[0], padded[0], rtol=0, atol=1e-12)
     for parameter, expected in padded[2].items():
-        torch.testing.assert_close(packed[2][parameter], expected, rtol=1e-10, atol=1e-11, msg=parameter)
+        torch.testing.assert_close(
+            packed[2][parameter], expected, rtol=1e-10, atol=1e-11, msg=parameter
+        )
 
 
 @pytest.mark.parametrize("name", CANNOT)
@@ -127,9 +148,12 @@ def test_without_group_numbers_rows_are_padded():
 
 
 def test_layout_by_hand():
-    ids_BS = torch.tensor([[10, 11, 20, 21, 22, 0], [10, 11, 30, 0, 0, 0], [12, 40, 41, 42, 43, 44]])
+    ids_BS = torch.tensor(
+        [[10, 11, 20, 21, 22, 0], [10, 11, 30, 0, 0, 0], [12, 40, 41, 42, 43, 44]]
+    )
     packed = pack(ids_BS, [2, 2, 1], [3, 1, 5], [0, 0, 1])
-    # prompts; then the completions without their last tokens, the longest first; the second completion has none left
+    # prompts; then the completions without their last tokens, the longest first; the second
+    # completion has none left
     assert packed.ids_1N.tolist() == [[10, 11, 12, 40, 41, 42, 43, 20, 21]]
     assert packed.positions_1N.tolist() == [[0, 1, 0, 1, 2, 3, 4, 2, 3]]
     assert packed.before_M.tolist() == [1, 7, 8, 1, 2, 3, 4, 5, 6]
@@ -143,14 +167,23 @@ def test_layout_by_hand():
         [1, 0, 1, 1, 1, 0],
         [1, 0, 1, 1, 1, 1],
     ]
-    assert packed.visible_RCS(completions)[1, :2].int().tolist() == [[1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 0, 0]]
+    assert packed.visible_RCS(completions)[1, :2].int().tolist() == [
+        [1, 1, 1, 0, 0, 0],
+        [1, 1, 1, 1, 0, 0],
+    ]
 
 
 def test_completions_of_very_unlike_lengths_are_in_tiles_of_their_own():
     lengths = [100, 97, 80, 74, 60, 40, 39, 8, 2]
     ids_BS = torch.zeros(9, 110, dtype=torch.long)
     packed = pack(ids_BS, [5] * 9, [n + 1 for n in lengths], [0] * 9)
-    assert [(len(tile.prompt_R), tile.width) for tile in packed.tiles] == [(1, 5), (3, 100), (2, 74), (2, 40), (2, 8)]
+    assert [(len(tile.prompt_R), tile.width) for tile in packed.tiles] == [
+        (1, 5),
+        (3, 100),
+        (2, 74),
+        (2, 40),
+        (2, 8),
+    ]
     assert packed.sizes == [5, 277, 134, 79, 10, 7]  # and 7 tokens of padding
 
 
@@ -163,12 +196,25 @@ def test_groups_are_cut_by_their_packed_tokens():
     batch = collate(groups, torch.zeros(3, 2), pad_id=0)
     assert batch.group_B.tolist() == [0, 0, 1, 1, 2, 2]
     # 20 + 10 tokens, then 20 + 30 which is the limit, then the prompt once more for the row that did not fit
-    assert [rows.tolist() for rows in microbatch_rows(batch, 50, packed=True)] == [[0, 1, 2, 3], [4], [5]]
-    assert [rows.tolist() for rows in microbatch_rows(batch, 1, packed=True)] == [[0], [1], [2], [3], [4], [5]]
-    assert [rows.tolist() for rows in microbatch_rows(batch, 10**6, packed=True)] == [[0, 1, 2, 3, 4, 5]]
+    assert [rows.tolist() for rows in microbatch_rows(batch, 50, packed=True)] == [
+        [0, 1, 2, 3],
+        [4],
+        [5],
+    ]
+    assert [rows.tolist() for rows in microbatch_rows(batch, 1, packed=True)] == [
+        [0],
+        [1],
+        [2],
+        [3],
+        [4],
+        [5],
+    ]
+    assert [rows.tolist() for rows in microbatch_rows(batch, 10**6, packed=True)] == [
+        [0, 1, 2, 3, 4, 5]
+    ]
 
 
 def test_packed_rows_have_few_lengths():
-    lengths = [few_sizes(n) for n in range(2049, 4097)]
+    lengths = [round_up_to_bucket(n) for n in range(2049, 4097)]
     assert len(set(lengths)) == 16 and all(0 <= m - n < 128 for n, m in enumerate(lengths, 2049))
-    assert [few_sizes(n) for n in (0, 1, 31, 32, 33, 64, 65)] == [0, 1, 31, 32, 34, 64, 68]
+    assert [round_up_to_bucket(n) for n in (0, 1, 31, 32, 33, 64, 65)] == [0, 1, 31, 32, 34, 64, 68]

@@ -1,4 +1,5 @@
-"""Checkpoints: whole or not there, loadable by anyone. (That they run no code: ``tests/faults/test_poison.py``.)"""
+"""Checkpoints: whole or not there, loadable by anyone. (That they run no code:
+``tests/faults/test_poison.py``.)"""
 
 import json
 import os
@@ -10,26 +11,35 @@ from conftest import load
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from grpo.checkpoint import format as checkpoint
-from grpo.checkpoint.format import Trained, find_newest_valid, list_checkpoints, problem, read_state, restore
+from grpo.checkpoint.format import (
+    TrainedTensors,
+    find_newest_valid,
+    list_checkpoints,
+    read_state,
+    restore,
+    why_invalid,
+)
 from grpo.config import OptimConfig
 from grpo.distributed import save_tensors
 from grpo.model import make_reference
 from grpo.run.optimizer import make_optimizer
 
 
-def update(things: Trained) -> None:
+def update(things: TrainedTensors) -> None:
     logits = things.policy.model(torch.tensor([[5, 6, 7]])).logits
     logits.logsumexp(-1).sum().backward()
     things.optimizer.step()
     things.optimizer.zero_grad()
 
 
-def trained(folder, updates: int = 3) -> Trained:
+def trained(folder, updates: int = 3) -> TrainedTensors:
     """A policy, an optimizer that has moments, and a reference that has moved."""
     policy = load(folder)
     reference = make_reference(policy.model)
-    optimizer = make_optimizer(policy.model, OptimConfig(learning_rate=1e-3, betas=(0.9, 0.99), weight_decay=0.1))
-    things = Trained(policy, optimizer, dict(reference.named_parameters()))
+    optimizer = make_optimizer(
+        policy.model, OptimConfig(learning_rate=1e-3, betas=(0.9, 0.99), weight_decay=0.1)
+    )
+    things = TrainedTensors(policy, optimizer, dict(reference.named_parameters()))
     for _ in range(updates):
         update(things)
         with torch.no_grad():
@@ -37,17 +47,17 @@ def trained(folder, updates: int = 3) -> Trained:
     return things
 
 
-def save(folder, step: int, things: Trained, keep: int = 2, **state):
+def save(folder, step: int, things: TrainedTensors, keep: int = 2, **state):
     return checkpoint.save_checkpoint(folder, step, trained=things, state=state, keep=keep)
 
 
-def restored(folder) -> Trained:
+def restored(folder) -> TrainedTensors:
     things = trained(folder, updates=0)
     restore(folder, things)
     return things
 
 
-def assert_equal(one: Trained, other: Trained) -> None:
+def assert_equal(one: TrainedTensors, other: TrainedTensors) -> None:
     for first, second in (
         (one.policy.model.state_dict(), other.policy.model.state_dict()),
         (one.states(), other.states()),
@@ -64,7 +74,10 @@ def test_round_trip_is_bit_for_bit(random_model, tmp_path):
     files = json.loads((folder / "manifest.json").read_text())["files"]
     assert files.keys() >= {"model.safetensors", "config.json", "trainer/state.json"}
     assert_equal(things, restored(folder))
-    assert {"reference/model.norm.weight", "optimizer/model.norm.weight/exp_avg"} <= things.states().keys()
+    assert {
+        "reference/model.norm.weight",
+        "optimizer/model.norm.weight/exp_avg",
+    } <= things.states().keys()
 
 
 def test_a_weight_that_no_update_has_reached_continues_as_such(random_model, tmp_path):
@@ -81,10 +94,11 @@ def test_a_weight_that_no_update_has_reached_continues_as_such(random_model, tmp
 
 
 def test_a_state_of_a_weight_that_the_model_lacks_is_refused(random_model, tmp_path):
-    """As when a version of transformers names its modules otherwise: the averages must not be lost without a word."""
+    """As when a version of transformers names its modules otherwise: the averages must not be lost
+    without a word."""
     things = trained(random_model)
     states = things.states() | {"optimizer/gone/step": torch.ones(())}
-    save_tensors(states, tmp_path / "trainer" / "states", is_alone=True)
+    save_tensors(states, tmp_path / "trainer" / "states", is_single_process=True)
     with pytest.raises(ValueError, match="optimizer/gone/step is of no weight"):
         restore(tmp_path, things)
 
@@ -102,7 +116,9 @@ def test_transformers_loads_it(random_model, tmp_path):
     ids = torch.tensor([[5, 6, 7]])
     again = AutoModelForCausalLM.from_pretrained(folder)
     assert torch.equal(again(ids).logits, model.eval()(ids).logits)
-    assert AutoTokenizer.from_pretrained(folder).decode([5, 6]) == things.policy.tokenizer.decode([5, 6])
+    assert AutoTokenizer.from_pretrained(folder).decode([5, 6]) == things.policy.tokenizer.decode(
+        [5, 6]
+    )
 
 
 def cut_short(path):
@@ -146,7 +162,7 @@ def test_no_damage_to_a_manifest_goes_unnoticed(random_model, tmp_path):
         damaged = bytearray(manifest)
         damaged[place] ^= 1 << place % 8
         (folder / "manifest.json").write_bytes(damaged)
-        assert problem(folder)
+        assert why_invalid(folder)
 
 
 def test_only_the_newest_are_kept(random_model, tmp_path):
@@ -166,7 +182,11 @@ def test_a_save_killed_while_it_replaces_one_of_its_step_loses_neither(random_mo
     save(tmp_path, 1, things, num_tokens=1)
     folder = save(tmp_path, 1, things, num_tokens=2)
     partial = tmp_path / ".partial-checkpoint-1"
-    for old in ([], ["model.safetensors"], ["manifest.json"]):  # what was left of the old one, in any order
+    for old in (
+        [],
+        ["model.safetensors"],
+        ["manifest.json"],
+    ):  # what was left of the old one, in any order
         os.rename(folder, partial)
         for name in old:
             folder.mkdir()
@@ -181,7 +201,8 @@ def test_a_save_killed_while_it_replaces_one_of_its_step_loses_neither(random_mo
 
 
 def test_all_files_have_one_mode(random_model, tmp_path):
-    """Whoever may read the state may read the weights, which safetensors writes for their owner alone."""
+    """Whoever may read the state may read the weights, which safetensors writes for their owner
+    alone."""
     mask = os.umask(0o027)
     try:
         folder = save(tmp_path, 1, trained(random_model))

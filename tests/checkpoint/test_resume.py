@@ -14,7 +14,11 @@ from grpo.config import make_config
         # How a batch is cut changes rounding alone; remote code can compute another function.
         (
             {},
-            {"optim.tokens_per_microbatch": 99, "rollout.tokens_in_flight": 99, "model.trust_remote_code": True},
+            {
+                "optim.tokens_per_microbatch": 99,
+                "rollout.tokens_in_flight": 99,
+                "model.trust_remote_code": True,
+            },
             [("model.trust_remote_code", False, True)],
         ),
         # The value of a key may be a mapping.

@@ -35,12 +35,15 @@ def chat(monkeypatch, capsys):
 def test_samples_of_a_prompt_with_the_rewards_of_its_run(checkpoint, chat, tmp_path):
     code, shown, _ = chat("--model", checkpoint, *SAMPLE)
     assert code == 0
-    heads = re.findall(r"^--- \d/3  (\d+) tokens, (?:finished|truncated), share_of_digits [\d.]+$", shown, re.M)
+    heads = re.findall(
+        r"^--- \d/3  (\d+) tokens, (?:finished|truncated), share_of_digits [\d.]+$", shown, re.M
+    )
     assert len(heads) == 3
     assert all(1 <= int(length) <= 12 for length in heads)
     assert chat("--model", checkpoint, *SAMPLE)[1] == shown, "seeded"
     assert chat("--model", checkpoint, *SAMPLE, "seed=1")[1] != shown
-    # Also without the trainer's state, in a folder that was moved; section.key=value changes the run's settings.
+    # Also without the trainer's state, in a folder that was moved; section.key=value changes the
+    # run's settings.
     run = tmp_path / "moved"
     shutil.copytree(checkpoint.parent, run)
     shutil.rmtree(run / "checkpoint-1" / "trainer")
@@ -55,7 +58,10 @@ def test_a_conversation_goes_on_until_it_is_ended_or_too_long(checkpoint, chat):
     assert code == 0 and once
     assert chat(*greedy, text="2+2=\n\n2+2=\n")[1] == once * 2, "an empty line begins anew"
     code, _, said = chat(*greedy, text=f"{'1+' * 60}\n{'2+' * 60}\n")
-    assert code == 2 and "prompts of the chat are longer than data.max_prompt_length=244 tokens" in said
+    assert (
+        code == 2
+        and "prompts of the chat are longer than data.max_prompt_length=244 tokens" in said
+    )
 
 
 def test_a_model_without_a_run_gets_the_prompt_alone(random_model, chat, tmp_path):
@@ -64,7 +70,10 @@ def test_a_model_without_a_run_gets_the_prompt_alone(random_model, chat, tmp_pat
     shutil.copytree(random_model, base, ignore=shutil.ignore_patterns("*.jinja"))
     for model in (random_model, base):
         code, shown, _ = chat("--model", model, *SAMPLE, SHORT)
-        assert code == 0 and len(re.findall(r"^--- \d/3  \d+ tokens, (?:finished|truncated)$", shown, re.M)) == 3
+        assert (
+            code == 0
+            and len(re.findall(r"^--- \d/3  \d+ tokens, (?:finished|truncated)$", shown, re.M)) == 3
+        )
     code, _, said = chat("--model", random_model, *SAMPLE, SHORT, "--column", "other=1")
     assert code == 2 and "needs the column(s) answer" in said
 

@@ -5,8 +5,13 @@ import json
 from grpo.commands.data import main
 
 
-def test_the_preview_shows_prompts_as_the_model_sees_them_and_what_is_left_out(tmp_path, random_model, capsys):
-    rows = [{"q": f"{i}+{i}=", "gold": f"#### {2 * i}" if i % 4 else "none", "level": i} for i in range(10)]
+def test_the_preview_shows_prompts_as_the_model_sees_them_and_what_is_left_out(
+    tmp_path, random_model, capsys
+):
+    rows = [
+        {"q": f"{i}+{i}=", "gold": f"#### {2 * i}" if i % 4 else "none", "level": i}
+        for i in range(10)
+    ]
     rows[1]["q"] = "1+" * 100
     rows += [rows[0], {"q": None, "gold": "", "level": 1}]
     (tmp_path / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -23,7 +28,11 @@ def test_the_preview_shows_prompts_as_the_model_sees_them_and_what_is_left_out(t
     question = "| <|im_start|>user\n| 2+2=<|im_end|>"
     assert "row 3, " in training
     assert f"{system}\n{question}\n| <|im_start|>assistant\n" in training
-    assert "  answer = '4'\n" in training and "  level = 2\n" in training and "  gold = '#### 4'\n" in training
+    assert (
+        "  answer = '4'\n" in training
+        and "  level = 2\n" in training
+        and "  gold = '#### 4'\n" in training
+    )
     assert training.endswith(
         "---\n12 rows, 10 used\n"
         "left out: 1 longer than data.max_prompt_length, 1 without text\n"
@@ -31,7 +40,16 @@ def test_the_preview_shows_prompts_as_the_model_sees_them_and_what_is_left_out(t
         "the same prompt as another: 1\n"
     )
     assert "2 rows, 1 used" in evaluation and evaluation.endswith("also training prompts: 1\n")
-    assert main([f"model.name_or_path={random_model}", "data.max_train_samples=3", "data.eval_split=none"]) == 0
+    assert (
+        main(
+            [
+                f"model.name_or_path={random_model}",
+                "data.max_train_samples=3",
+                "data.eval_split=none",
+            ]
+        )
+        == 0
+    )
     assert "=== evaluation" not in capsys.readouterr().out
 
 

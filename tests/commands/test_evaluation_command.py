@@ -16,12 +16,20 @@ from grpo.config import Config
 from grpo.evaluation.collect import Evaluation, ProblemResult
 from grpo.evaluation.estimate import CompletionResult
 
-SAMPLES = ["eval.num_samples=3", "eval.temperature=1.0", "eval.top_p=0.99", "eval.max_completion_length=10", "seed=5"]
+SAMPLES = [
+    "eval.num_samples=3",
+    "eval.temperature=1.0",
+    "eval.top_p=0.99",
+    "eval.max_completion_length=10",
+    "seed=5",
+]
 
 
 def run_evaluation(*arguments: str, ranks: int = 1) -> subprocess.CompletedProcess:
     words = ["grpo.evaluation", *arguments, "runtime.threads_per_rank=1"]
-    return run_forked(ROOT / "tests" / "module.py", words, ranks=ranks, timeout=240, env=environment_of_runs())
+    return run_forked(
+        ROOT / "tests" / "module.py", words, ranks=ranks, timeout=240, env=environment_of_runs()
+    )
 
 
 def models_of(done: subprocess.CompletedProcess, output) -> list:
@@ -31,7 +39,9 @@ def models_of(done: subprocess.CompletedProcess, output) -> list:
 
 def test_an_answer_that_json_does_not_have_is_written_as_text(tmp_path):
     answer = {"bytes": b"7", "day": datetime.date(2024, 5, 6)}
-    result = ProblemResult(Problem(0, "q", (1,), {"answer": answer}), CompletionResult(True, True, None, 1, False), [])
+    result = ProblemResult(
+        Problem(0, "q", (1,), {"answer": answer}), CompletionResult(True, True, None, 1, False), []
+    )
     write_json(Config(), ["model"], [Evaluation([result], {})], tmp_path / "e.json")
     (model,) = json.loads((tmp_path / "e.json").read_text())["models"]
     assert model["problems"][0]["answer"] == {"bytes": "b'7'", "day": "2024-05-06"}
@@ -41,7 +51,10 @@ def test_an_answer_that_json_does_not_have_is_written_as_text(tmp_path):
     ("changes", "message"),
     [
         (["data.eval_split=none"], "the configuration names no evaluation data"),
-        (["eval.format=shape"], "eval.correctness and eval.format take one of share_of_digits, not {'shape'}"),
+        (
+            ["eval.format=shape"],
+            "eval.correctness and eval.format take one of share_of_digits, not {'shape'}",
+        ),
         (["--model=nowhere/at/all"], "nowhere/at/all cannot be loaded"),
         (["--output=/"], "--output / cannot be written"),
         (["--engine", "vllm"], "argument '--engine' is not understood"),
@@ -74,7 +87,9 @@ def test_ranks_and_the_training_loop_find_the_same_numbers(tmp_path, random_mode
 
     run_trainer(*settings, "optim.max_steps=1")
     before, _ = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
-    assert {name: m["value"] for name, m in metrics.items()} == {k: v for k, v in before.items() if k != "step"}
+    assert {name: m["value"] for name, m in metrics.items()} == {
+        k: v for k, v in before.items() if k != "step"
+    }
     checkpoint = tmp_path / "checkpoint-1"
     done = run_evaluation(f"--model={random_model}", f"--model={checkpoint}", *settings)
     first, second = models_of(done, output)
@@ -93,5 +108,10 @@ def test_a_reward_that_never_works_gives_no_accuracy(tmp_path, random_model):
     done = run_evaluation(*small_run(random_model, tmp_path), broken, ranks=2)
     assert done.returncode != 0
     assert "RuntimeError: this reward is broken" in done.stderr
-    assert done.stderr.count("error: the reward that decides what is correct could score none of 13 completions") == 1
+    assert (
+        done.stderr.count(
+            "error: the reward that decides what is correct could score none of 13 completions"
+        )
+        == 1
+    )
     assert not (tmp_path / "evaluation.json").exists()

@@ -33,10 +33,20 @@ def test_a_comma_inside_brackets_or_quotes_belongs_to_its_value():
 
 
 def test_names_are_short_readable_unique_and_hold_no_secret():
-    changes = ["optim.learning_rate=1e-5", "data.system_prompt=a/b é", "data.system_prompt=a:b_", f"data.x={'y' * 300}"]
+    changes = [
+        "optim.learning_rate=1e-5",
+        "data.system_prompt=a/b é",
+        "data.system_prompt=a:b_",
+        f"data.x={'y' * 300}",
+    ]
     secret = 'reward.functions=[{name: a, args: {api_key: "sk-1"}}]'
     names = variant_names([(), changes[:2], *([change] for change in [*changes, secret])])
-    assert names[:4] == ["base", "learning_rate=1e-5,system_prompt=a_b", "learning_rate=1e-5", "system_prompt=a_b"]
+    assert names[:4] == [
+        "base",
+        "learning_rate=1e-5,system_prompt=a_b",
+        "learning_rate=1e-5",
+        "system_prompt=a_b",
+    ]
     assert names[4] == "system_prompt=a_b-4" and len(names[5]) == 100
     assert names[6].startswith("functions=_") and "sk-1" not in names[6]
 
@@ -45,9 +55,17 @@ def test_variants_are_all_combinations_or_each_value_alone(tmp_path):
     output = tmp_path / "with: a space"
     vary = ["algorithm.scale=group,none", "algorithm.beta=0.01,0.1"]
     runs = plan_of(output, vary=vary, one_at_a_time=False)
-    assert [run.variant for run in runs] == [f"scale={s},beta={b}" for s in ("group", "none") for b in (0.01, 0.1)]
+    assert [run.variant for run in runs] == [
+        f"scale={s},beta={b}" for s in ("group", "none") for b in (0.01, 0.1)
+    ]
     runs = plan_of(output, vary=vary, seeds=(0, 7))
-    assert [run.variant for run in runs] == ["base", "scale=group", "scale=none", "beta=0.01", "beta=0.1"] * 2
+    assert [run.variant for run in runs] == [
+        "base",
+        "scale=group",
+        "scale=none",
+        "beta=0.01",
+        "beta=0.1",
+    ] * 2
     config = load_config(runs[7].arguments)
     assert (config.seed, config.algorithm.scale) == (7, "none")
     assert config.output_dir == str(runs[7].folder) == f"{output}/scale=none,seed=7"
@@ -72,20 +90,40 @@ def test_the_table_has_the_difference_to_the_base_with_the_same_seeds(tmp_path, 
         if run.log.name != "scale=none,seed=3.log":
             reward = 10 * run.seed + (run.seed + 1) * (run.variant != "base")
             write_run(run, [reward, reward, reward + 3.0])  # mean: reward + 1
-    command = ["--config", ARITHMETIC, "--vary", *vary, "--one-at-a-time", "--seeds", "0,1,2,3", "optim.max_steps=3"]
+    command = [
+        "--config",
+        ARITHMETIC,
+        "--vary",
+        *vary,
+        "--one-at-a-time",
+        "--seeds",
+        "0,1,2,3",
+        "optim.max_steps=3",
+    ]
     assert main([*command, "--table-only", "--output", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
-    assert "7 of 8 runs are in the table" in printed and (tmp_path / "sweep.md").read_text() in printed
-    table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in printed.splitlines() if line[:1] == "|"]
+    assert (
+        "7 of 8 runs are in the table" in printed and (tmp_path / "sweep.md").read_text() in printed
+    )
+    table = [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in printed.splitlines()
+        if line[:1] == "|"
+    ]
     assert table[0] == ["metric", "variant", "seeds", "mean", "difference to base"]
-    # base: 1, 11, 21, 31: mean 16, s.d. 12.91, t of 3 degrees of freedom 3.182: 3.182 * 12.91 / 2 = 20.5.
-    # Differences 1, 2, 3: mean 2, s.d. 1, t of 2 degrees of freedom 4.303: 4.303 / sqrt(3) = 2.48.
+    # base: 1, 11, 21, 31: mean 16, s.d. 12.91, t of 3 degrees of freedom 3.182: 3.182 * 12.91 / 2 =
+    # 20.5. Differences 1, 2, 3: mean 2, s.d. 1, t of 2 degrees of freedom 4.303: 4.303 / sqrt(3) =
+    # 2.48.
     assert table[4:6] == [
         ["reward", "base", "4", "16 ± 21", ""],
         ["reward", "scale=none", "3", "13 ± 27", "+2 ± 2.5"],
     ]
     assert [row[0] for row in table[2::2]] == ["eval/greedy_accuracy", "reward", "logged/mine"]
-    row = pandas.read_csv(tmp_path / "sweep.csv").set_index(["metric", "variant"]).loc["reward", "scale=none"]
+    row = (
+        pandas.read_csv(tmp_path / "sweep.csv")
+        .set_index(["metric", "variant"])
+        .loc["reward", "scale=none"]
+    )
     assert (row["seeds"], row["mean"], row["difference"]) == (3, 13.0, 2.0)
     assert row["difference_95"] == pytest.approx(4.303 / 3**0.5)
 
@@ -94,11 +132,27 @@ def test_metrics_and_seeds_that_a_variant_lacks():
     def run(**metrics):
         return [{"step": n, **metrics} for n in range(12)]
 
-    rows = compare({"base": {0: run(reward=1.0)}, "b": {0: run(reward=4.0, kl=0.5), 1: run(reward=6.0)}, "c": {}})
-    table = [line.split("|")[1:-1] for line in as_markdown(rows, base="base").splitlines() if line[:1] == "|"]
+    rows = compare(
+        {
+            "base": {0: run(reward=1.0)},
+            "b": {0: run(reward=4.0, kl=0.5), 1: run(reward=6.0)},
+            "c": {},
+        }
+    )
+    table = [
+        line.split("|")[1:-1]
+        for line in as_markdown(rows, base="base").splitlines()
+        if line[:1] == "|"
+    ]
     assert [[cell.strip() for cell in row] for row in table[2:]] == [
         ["reward", "base", "1", "1", ""],
-        ["reward", "b", "2", "5 ± 13", "+3"],  # t of one degree of freedom: 12.706 * sqrt(2) / sqrt(2)
+        [
+            "reward",
+            "b",
+            "2",
+            "5 ± 13",
+            "+3",
+        ],  # t of one degree of freedom: 12.706 * sqrt(2) / sqrt(2)
         ["kl", "b", "1", "0.5", "-"],
     ]
 
@@ -111,7 +165,10 @@ def test_metrics_and_seeds_that_a_variant_lacks():
         (["--config", ARITHMETIC, "--vary", "output_dir=a,b"], "--output"),
         (["--config", ARITHMETIC, "--vary", "algorithm.scale=a,,b"], "write section.key=value"),
         (["--config", ARITHMETIC, "--vary", "algorithm.scale=none,nix"], "algorithm.scale='nix'"),
-        (["--config", ARITHMETIC, "--vary", "algorithm.objective=nowhere.py:mine"], "nowhere.py raised FileNotFound"),
+        (
+            ["--config", ARITHMETIC, "--vary", "algorithm.objective=nowhere.py:mine"],
+            "nowhere.py raised FileNotFound",
+        ),
     ],
 )
 def test_mistakes_are_refused_before_the_first_run(words, message, capsys):
@@ -129,9 +186,12 @@ def test_evaluations_with_other_settings_are_not_compared(tmp_path):
 
 @pytest.mark.slow
 def test_a_sweep_is_killed_stopped_and_continued(tmp_path, random_model):
-    """Two variants and one that fails, two seeds: SIGKILL in the second run; Ctrl-C in the third; then to the end."""
+    """Two variants and one that fails, two seeds: SIGKILL in the second run; Ctrl-C in the third;
+    then to the end."""
     reward = tmp_path / "mine.py"
-    reward.write_text("def mine(completions, **columns):\n    return [float(len(text) % 2) for text in completions]\n")
+    reward.write_text(
+        "def mine(completions, **columns):\n    return [float(len(text) % 2) for text in completions]\n"
+    )
     output = tmp_path / "a sweep"
     settings = (
         f"--config {ARITHMETIC} --vary algorithm.scale=none --vary model.name_or_path=/nix --one-at-a-time "
@@ -163,7 +223,9 @@ def test_a_sweep_is_killed_stopped_and_continued(tmp_path, random_model):
     try:
         wait_for(lambda: steps(second) >= 2)
         sweep.kill()
-        wait_for(lambda: "stopped at step" in log.read_text())  # its run is told by the kernel, saves and ends
+        wait_for(
+            lambda: "stopped at step" in log.read_text()
+        )  # its run is told by the kernel, saves and ends
         seen = steps(second)
         assert 2 <= seen < 40 and steps(base) == 40
         first_metrics = (base / "metrics.jsonl").stat().st_mtime_ns
@@ -183,7 +245,9 @@ def test_a_sweep_is_killed_stopped_and_continued(tmp_path, random_model):
     errors = [line for line in printed.splitlines() if line.startswith("error: ")]
     failed = [f"name_or_path=_nix,seed={seed}" for seed in (0, 1)]
     assert errors == [f"error: {name} failed: {output}/{name}.log" for name in failed]
-    assert (base / "metrics.jsonl").stat().st_mtime_ns == first_metrics, "a complete run is not repeated"
+    assert (base / "metrics.jsonl").stat().st_mtime_ns == first_metrics, (
+        "a complete run is not repeated"
+    )
     table = pandas.read_csv(output / "sweep.csv").query("metric == 'reward'")
     assert dict(zip(table["variant"], table["seeds"], strict=True)) == {"base": 2, "scale=none": 2}
 

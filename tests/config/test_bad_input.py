@@ -1,7 +1,8 @@
-"""What a user gets wrong: one line that names the thing and what would work, exit code 2, no output folder.
+"""What a user gets wrong: one line that names the thing and what would work, exit code 2, no output
+folder.
 
-Mistakes in the configuration alone: test_config.py; in the rows of data: tests/data; in checkpoints: tests/faults.
-"""
+Mistakes in the configuration alone: test_config.py; in the rows of data: tests/data; in
+checkpoints: tests/faults."""
 
 import os
 import shutil
@@ -17,7 +18,11 @@ from train_grpo import main
 def refused(capsys, tmp_path, *arguments: str) -> str:
     """The one line that the trainer says; checks all that holds for every refusal."""
     output = tmp_path / "output"
-    quick = ["runtime.threads_per_rank=1", "rollout.max_completion_length=16", "rollout.prompts_per_step=1"]
+    quick = [
+        "runtime.threads_per_rank=1",
+        "rollout.max_completion_length=16",
+        "rollout.prompts_per_step=1",
+    ]
     code = main([DEFAULTS, f"output_dir={output}", *quick, *arguments])
     error = capsys.readouterr().err
     (line,) = [line for line in error.splitlines() if line.strip()]
@@ -25,7 +30,8 @@ def refused(capsys, tmp_path, *arguments: str) -> str:
     return line
 
 
-# Before the model is looked at, which would fail, and say something else. {rows}: a file of rows that are right.
+# Before the model is looked at, which would fail, and say something else. {rows}: a file of rows
+# that are right.
 BEFORE_THE_MODEL = """
     rollout.num_generation=4 -> rollout.num_generations
     runtime.parallel=fsdp runtime.offload=all -> offload=all needs at least 2 processes
@@ -50,7 +56,9 @@ def test_what_is_refused_before_the_model_is_loaded(capsys, tmp_path, case):
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "answer": "1", "level": 2}\n' * 9)
     (tmp_path / "other.jsonl").write_text('{"prompt": "a", "answer": "1"}\n')
     (tmp_path / "broken.py").write_text("x = 1\ndef f(:\n")
-    (tmp_path / "level.py").write_text("def f(completions, level): return [1.0] * len(completions)\n")
+    (tmp_path / "level.py").write_text(
+        "def f(completions, level): return [1.0] * len(completions)\n"
+    )
     arguments, words = case.strip().split(" -> ")
     filled = arguments.replace("{tmp}", str(tmp_path)).split()
     line = refused(capsys, tmp_path, f"model.name_or_path={tmp_path}/no-model", *filled)
@@ -73,15 +81,20 @@ def remove_tokenizer(folder) -> None:
 
 
 def save_without_eos(folder, **special_tokens) -> None:
-    """A model whose tokenizer has only these special tokens (Qwen2's class would put its own in their place)."""
+    """A model whose tokenizer has only these special tokens (Qwen2's class would put its own in
+    their place)."""
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     from grpo.data.tiny import build_tokenizer
 
     shutil.rmtree(folder)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=build_tokenizer().backend_tokenizer, **special_tokens)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=build_tokenizer().backend_tokenizer, **special_tokens
+    )
     sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4)
-    config = LlamaConfig(vocab_size=len(tokenizer), eos_token_id=None, bos_token_id=None, pad_token_id=None, **sizes)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), eos_token_id=None, bos_token_id=None, pad_token_id=None, **sizes
+    )
     LlamaForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
@@ -113,7 +126,8 @@ def test_a_tokenizer_without_pad_is_fine(tmp_path):
 
 
 def test_a_run_starts_beside_its_log_and_an_evaluation(tmp_path, random_model):
-    """``python -m grpo.evaluation --config X.yaml > runs/x/log.txt`` before training leaves these files."""
+    """``python -m grpo.evaluation --config X.yaml > runs/x/log.txt`` before training leaves these
+    files."""
     output = tmp_path / "run"
     output.mkdir()
     beside = ("log.txt", "evaluation.json", "vllm.log", "notes.md")
@@ -126,25 +140,51 @@ def test_a_run_starts_beside_its_log_and_an_evaluation(tmp_path, random_model):
     for name in ("config.yaml", "completions", "checkpoint-5"):
         assert (output / "previous-1" / name).read_text() == name, "the user may have written it"
     kept = {path.name for path in (output / "previous-2").iterdir()}
-    assert kept == {"checkpoint-1", "metrics.jsonl", "intervals.jsonl", "completions", "starts.jsonl", "config.yaml"}
+    assert kept == {
+        "checkpoint-1",
+        "metrics.jsonl",
+        "intervals.jsonl",
+        "completions",
+        "starts.jsonl",
+        "config.yaml",
+    }
 
 
 @pytest.mark.slow
 def test_a_hub_that_does_not_answer_is_one_line(tmp_path):
-    """Nothing listens on port 9 of this machine; the client of the Hub tries for a while, and says so."""
-    env = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "cache"), "no_proxy": "*", "NO_PROXY": "*"}
+    """Nothing listens on port 9 of this machine; the client of the Hub tries for a while, and says
+    so."""
+    env = {
+        "HF_ENDPOINT": "http://127.0.0.1:9",
+        "HF_HOME": str(tmp_path / "cache"),
+        "no_proxy": "*",
+        "NO_PROXY": "*",
+    }
     for key in ("data.dataset", "model.name_or_path"):
-        command = [sys.executable, "train_grpo.py", DEFAULTS, f"output_dir={tmp_path}/run", f"{key}=nobody/nothing"]
-        done = subprocess.run(command, env=os.environ | env, cwd=ROOT, capture_output=True, text=True, timeout=120)
+        command = [
+            sys.executable,
+            "train_grpo.py",
+            DEFAULTS,
+            f"output_dir={tmp_path}/run",
+            f"{key}=nobody/nothing",
+        ]
+        done = subprocess.run(
+            command, env=os.environ | env, cwd=ROOT, capture_output=True, text=True, timeout=120
+        )
         errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
         assert done.returncode == 2 and len(errors) == 1 and "nobody/nothing" in errors[0]
 
 
 @pytest.mark.slow
 def test_two_ranks_speak_once_also_when_one_alone_has_looked(tmp_path):
-    """The main rank looks at the output folder for all: the others learn of its refusal, and keep quiet."""
+    """The main rank looks at the output folder for all: the others learn of its refusal, and keep
+    quiet."""
     done = run_trainer(
-        f"output_dir={tmp_path}/run", f"checkpoint.resume={tmp_path}/gone", ranks=2, check=False, fresh=True
+        f"output_dir={tmp_path}/run",
+        f"checkpoint.resume={tmp_path}/gone",
+        ranks=2,
+        check=False,
+        fresh=True,
     )
     assert done.returncode != 0
     assert done.stderr.count("error: ") == 1

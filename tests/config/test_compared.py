@@ -5,12 +5,15 @@ from grpo.config.compared import MAY_DIFFER
 
 
 def test_what_may_differ_are_keys():
-    """A new key is compared everywhere, until grpo/config/compared.py says that its value may differ."""
+    """A new key is compared everywhere, until grpo/config/compared.py says that its value may
+    differ."""
     known = keys_of(Config)
     sections = {key.partition(".")[0] for key in known}
     for mark, names in MAY_DIFFER.items():
         assert set(names.split()) <= known.keys() | sections
-        assert {"seed", "optim.learning_rate", "algorithm.beta"} <= settings_but(mark, Config()).keys()
+        assert {"seed", "optim.learning_rate", "algorithm.beta"} <= settings_but(
+            mark, Config()
+        ).keys()
     continued = settings_but("may change when a run continues", Config())
     assert "rollout.engine" in continued
     assert not {"rollout.server", "eval.every", "output_dir"} & continued.keys()

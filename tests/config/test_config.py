@@ -1,4 +1,5 @@
-"""Configuration: where a value comes from, what each preset means, and one clear line for each mistake."""
+"""Configuration: where a value comes from, what each preset means, and one clear line for each
+mistake."""
 
 import ast
 import inspect
@@ -45,12 +46,21 @@ def mistakes(argv):
 
 def test_defaults_then_file_then_overrides_then_later_overrides(file):
     argv = file("rollout: {top_k: 5, temperature: 0.5, num_generations: 16}\nseed: 1\n")
-    config = load_config(["seed=4", *argv, "rollout.temperature=0.7", "seed=2", "rollout={min_p: 0.1}", "seed=3"])
+    config = load_config(
+        ["seed=4", *argv, "rollout.temperature=0.7", "seed=2", "rollout={min_p: 0.1}", "seed=3"]
+    )
     rollout = {"top_k": 5, "num_generations": 16, "temperature": 0.7, "min_p": 0.1}
     assert config == Config(seed=3, rollout=rollout)
     changed = make_config(argv[1], {"rollout.top_k": 6, "rollout": {"top_p": 0.5}}, {"seed": 2})
-    assert changed == Config(seed=2, rollout={"top_k": 6, "num_generations": 16, "temperature": 0.5, "top_p": 0.5})
-    assert load_config([]) == Config() == load_config(file("")) == load_config(file("rollout:\nseed: 0\n"))
+    assert changed == Config(
+        seed=2, rollout={"top_k": 6, "num_generations": 16, "temperature": 0.5, "top_p": 0.5}
+    )
+    assert (
+        load_config([])
+        == Config()
+        == load_config(file(""))
+        == load_config(file("rollout:\nseed: 0\n"))
+    )
 
 
 def test_the_default_file_is_read_and_named_by_the_first_rank(file, capsys, monkeypatch):
@@ -78,7 +88,9 @@ def test_overrides_are_read_as_yaml(file):
         eval={"temperature": 0.5, "num_samples": 4},
         optim={"betas": (0.9, 0.95), "learning_rate": 1e-5},
         algorithm={"scale": "none"},
-        reward={"functions": ["accuracy", {"name": "format", "weight": 0.5, "args": {"tag": "think"}}]},
+        reward={
+            "functions": ["accuracy", {"name": "format", "weight": 0.5, "args": {"tag": "think"}}]
+        },
         data={"few_shot": [{"prompt": "2+2", "completion": "4"}]},
     )
 
@@ -87,7 +99,10 @@ def test_overrides_are_read_as_yaml(file):
 def test_a_text_needs_no_quotes_of_yaml(text):
     assert load_config([f"data.question_template={text}"]).data.question_template == text
     assert load_config([f"data.question_template='{text}'"]).data.question_template == text
-    assert load_config(["data.system_prompt=no", "data.answer_pattern=#### (.+)"]).data.system_prompt == "no"
+    assert (
+        load_config(["data.system_prompt=no", "data.answer_pattern=#### (.+)"]).data.system_prompt
+        == "no"
+    )
 
 
 def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch):
@@ -115,7 +130,8 @@ PRESET_TABLE = """
     reinforce           reinforce  none           none   response_mean  token     0.2     0.2     0.0   False
     reinforce_baseline  reinforce  mean           group  response_mean  token     0.2     0.2     0.0   False
 """
-"""Name, objective, baseline, scale, aggregation, level, epsilon low and high, beta, dynamic sampling."""
+"""Name, objective, baseline, scale, aggregation, level, epsilon low and high, beta, dynamic
+sampling."""
 
 
 def test_every_preset_is_what_its_paper_says(file):
@@ -124,7 +140,16 @@ def test_every_preset_is_what_its_paper_says(file):
     for name in PRESETS:
         config = load_config([f"algorithm.name={name}"])
         a = config.algorithm
-        values = [name, a.objective, a.baseline, a.scale, a.aggregation, a.importance_level, a.epsilon, a.clip_high]
+        values = [
+            name,
+            a.objective,
+            a.baseline,
+            a.scale,
+            a.aggregation,
+            a.importance_level,
+            a.epsilon,
+            a.clip_high,
+        ]
         found.append([str(value) for value in [*values, a.beta, a.dynamic_sampling]])
         assert (a.kl_estimator, a.delta, a.num_iterations, a.num_minibatches) == ("k3", None, 1, 1)
         assert a.multi_objective_aggregation.startswith("normalize") == (name == "gdpo")
@@ -140,7 +165,11 @@ def test_the_page_gives_the_loss_each_of_its_settings():
     calls = [node for node in ast.walk(page) if isinstance(node, ast.Call)]
     (call,) = [c for c in calls if ast.unparse(c.func) == "policy_loss"]
     given = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
-    known = {p.name for p in inspect.signature(policy_loss).parameters.values() if p.kind is p.KEYWORD_ONLY}
+    known = {
+        p.name
+        for p in inspect.signature(policy_loss).parameters.values()
+        if p.kind is p.KEYWORD_ONLY
+    }
     assert set(given) == known - {"sapo_temperature_pos", "sapo_temperature_neg"}
     of_batch = {name: f"micro.{name}" for name in given if name.endswith("_BT")}
     of_learner = {"objective": "learner.objective", "max_length": "learner.max_length"}
@@ -150,11 +179,22 @@ def test_the_page_gives_the_loss_each_of_its_settings():
 def test_what_is_set_beats_the_preset_wherever_it_is_set(file):
     in_file = file("algorithm: {beta: 0.1, name: dapo, epsilon_high: 0.3}\n")
     a = load_config([*in_file, "algorithm.aggregation=constant"]).algorithm
-    assert (a.beta, a.epsilon_high, a.aggregation, a.dynamic_sampling) == (0.1, 0.3, "constant", True)
+    assert (a.beta, a.epsilon_high, a.aggregation, a.dynamic_sampling) == (
+        0.1,
+        0.3,
+        "constant",
+        True,
+    )
     a = load_config(["algorithm.beta=0.5", "algorithm.name=dr_grpo"]).algorithm
     assert (a.beta, a.scale) == (0.5, "none")
-    assert load_config(["algorithm.epsilon=0.3", "algorithm.epsilon_high=0.0"]).algorithm.clip_high == 0.0
-    assert load_config(["algorithm.name=dapo", "algorithm.epsilon_high=null"]).algorithm.clip_high == 0.2
+    assert (
+        load_config(["algorithm.epsilon=0.3", "algorithm.epsilon_high=0.0"]).algorithm.clip_high
+        == 0.0
+    )
+    assert (
+        load_config(["algorithm.name=dapo", "algorithm.epsilon_high=null"]).algorithm.clip_high
+        == 0.2
+    )
 
 
 IMPLIED = """
@@ -170,8 +210,8 @@ IMPLIED = """
     rollout.engine=vllm algorithm.objective=dppo_tv -> accuracy | none
     rollout.engine=vllm algorithm.name=dppo_tv algorithm.objective=clip -> accuracy | token_truncate
 """
-"""Arguments -> rewards with their arguments | sampler correction. The paper's proportion of the punishment, 4,096 of
-20,480 tokens, is a fifth."""
+"""Arguments -> rewards with their arguments | sampler correction. The paper's proportion of the
+punishment, 4,096 of 20,480 tokens, is a fifth."""
 
 
 @pytest.mark.parametrize("line", IMPLIED.strip().splitlines())
@@ -261,7 +301,10 @@ def test_a_mistake_is_one_line_that_names_what_would_work(case):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("seed: 1\noutput_dir: x\nseed: 2\n", "key 'seed' is there twice in \"<unicode string>\", line 3"),
+        (
+            "seed: 1\noutput_dir: x\nseed: 2\n",
+            "key 'seed' is there twice in \"<unicode string>\", line 3",
+        ),
         ("seed: 1\nrollout: [1\n", "line 3"),
         ("a: !!python/object/apply:os.getcwd []\n", "could not determine a constructor"),
         ("- 1\n", "expected a mapping"),
@@ -360,9 +403,13 @@ def test_debug_caps_sizes_and_keeps_smaller_ones(file):
     ("prompts", "minibatches", "ranks", "works"),
     [(10, 1, 4, 12), (3, 1, 8, 8), (6, 3, 4, 12), (100, 4, 8, 128)],
 )
-def test_a_step_that_the_processes_cannot_share_names_what_would_work(prompts, minibatches, ranks, works):
+def test_a_step_that_the_processes_cannot_share_names_what_would_work(
+    prompts, minibatches, ranks, works
+):
     argv = [f"rollout.prompts_per_step={prompts}", f"algorithm.num_minibatches={minibatches}"]
-    with pytest.raises(ValueError, match=rf"prompts_per_step={prompts} is not .*{ranks} processes.*={works}$"):
+    with pytest.raises(
+        ValueError, match=rf"prompts_per_step={prompts} is not .*{ranks} processes.*={works}$"
+    ):
         check_world_size(load_config(argv), ranks)
     check_world_size(load_config([argv[1], f"rollout.prompts_per_step={works}"]), ranks)
 

@@ -1,4 +1,5 @@
-"""Notes on keys that change nothing beside the values of other keys; test_keys.py has each key alone."""
+"""Notes on keys that change nothing beside the values of other keys; test_keys.py has each key
+alone."""
 
 from pathlib import Path
 
@@ -59,7 +60,8 @@ def test_a_key_that_changes_nothing_is_named(case):
 @pytest.mark.parametrize("objective", ["clip", "cispo"])
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_bounds_change_no_gradient_of_the_first_update(objective, level):
-    """With one update a rollout the old log-probs are the new ones: the ratio is 1, inside of all bounds."""
+    """With one update a rollout the old log-probs are the new ones: the ratio is 1, inside of all
+    bounds."""
     torch.manual_seed(0)
     sampled_BT = torch.randn(4, 5)
     advantages_B = torch.tensor([1.0, -2.0, 0.5, -0.1])
@@ -81,7 +83,11 @@ def test_bounds_change_no_gradient_of_the_first_update(objective, level):
 
     expected = gradient()
     assert expected.abs().sum() > 0
-    for bounds in ({"epsilon": 0.0}, {"epsilon": 0.0, "epsilon_high": 9.0}, {"epsilon": 0.0, "delta": 1.01}):
+    for bounds in (
+        {"epsilon": 0.0},
+        {"epsilon": 0.0, "epsilon_high": 9.0},
+        {"epsilon": 0.0, "delta": 1.01},
+    ):
         assert torch.equal(gradient(**bounds), expected)
 
 
@@ -92,7 +98,10 @@ def test_only_what_the_user_set_is_named():
     for path in CONFIGS:
         assert keys_without_effect(load_config(["--config", str(path)])) == {}, path.name
     # A value that is the default anyway changes nothing with any setting.
-    assert keys_without_effect(make_config({"algorithm.epsilon": 0.2, "rollout.max_turns": None})) == {}
+    assert (
+        keys_without_effect(make_config({"algorithm.epsilon": 0.2, "rollout.max_turns": None}))
+        == {}
+    )
     for config in (
         load_config(["rollout.max_turns=3", "--debug"]),
         make_config(make_config({"rollout.max_turns": 3}), {"seed": 1}),

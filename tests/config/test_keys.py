@@ -1,4 +1,5 @@
-"""Every key of the configuration acts, is refused, or says that it has no effect, when it is set alone."""
+"""Every key of the configuration acts, is refused, or says that it has no effect, when it is set
+alone."""
 
 import ast
 import json
@@ -167,7 +168,8 @@ READ_IN = {
         algorithm.dynamic_sampling=true
     """,
 }
-"""Keys of other machines, services, failures and memory, and of rows and functions of the user -> what reads them."""
+"""Keys of other machines, services, failures and memory, and of rows and functions of the user ->
+what reads them."""
 
 
 def settings_of(text: str) -> dict[str, str]:
@@ -176,10 +178,16 @@ def settings_of(text: str) -> dict[str, str]:
 
 def read_in(file: str) -> set[str]:
     nodes = ast.walk(ast.parse((ROOT / file).read_text()))
-    return {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)}
+    return {
+        node.attr
+        for node in nodes
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
+    }
 
 
-READ = {key: (value, file) for file, text in READ_IN.items() for key, value in settings_of(text).items()}
+READ = {
+    key: (value, file) for file, text in READ_IN.items() for key, value in settings_of(text).items()
+}
 
 
 @pytest.mark.parametrize("key", keys_of(Config))
@@ -211,8 +219,16 @@ def trace(arguments: list[str], folder) -> tuple:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     values = []
     for line in lines:
-        values.append({name: value for name, value in line.items() if "time" not in name and "per_second" not in name})
-    files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if "events.out" not in path.name)
+        values.append(
+            {
+                name: value
+                for name, value in line.items()
+                if "time" not in name and "per_second" not in name
+            }
+        )
+    files = sorted(
+        str(path.relative_to(folder)) for path in folder.rglob("*") if "events.out" not in path.name
+    )
     samples = [sample["completion"] for sample in read_run(folder).samples]
     return values, files, samples
 
@@ -222,7 +238,13 @@ def test_what_acts_changes_a_run(random_model, tmp_path, capsys):
     def run(name, *arguments):
         folder = tmp_path / name
         found = trace(
-            [*small_run(random_model, folder), "optim.max_steps=2", "data.conversational=false", *arguments], folder
+            [
+                *small_run(random_model, folder),
+                "optim.max_steps=2",
+                "data.conversational=false",
+                *arguments,
+            ],
+            folder,
         )
         shutil.rmtree(folder)
         return found

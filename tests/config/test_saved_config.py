@@ -1,4 +1,5 @@
-"""``config.yaml`` of a run as the configuration of the next: what was implied follows anew, what was set stays."""
+"""``config.yaml`` of a run as the configuration of the next: what was implied follows anew, what
+was set stays."""
 
 import json
 from pathlib import Path
@@ -34,14 +35,21 @@ def reloaded(file, *overrides):
 def test_a_saved_configuration_gives_the_same_values(saved, path):
     argv = ["--config", str(path)]
     if path == "--debug":
-        argv = ["--debug", "algorithm.name=dapo", "algorithm.num_minibatches=4", "rollout.prompts_per_step=64"]
+        argv = [
+            "--debug",
+            "algorithm.name=dapo",
+            "algorithm.num_minibatches=4",
+            "rollout.prompts_per_step=64",
+        ]
     config = load_config(argv)
     first = saved(config)
     second = saved(make_config(first), "second")
     for file in (first, second):
         again = reloaded(file, f"output_dir={config.output_dir}")
         assert again.for_saving() == config.for_saving() | {"given": again.for_saving()["given"]}
-        assert again == make_config(yaml.safe_load(file.read_text()), {"output_dir": config.output_dir})
+        assert again == make_config(
+            yaml.safe_load(file.read_text()), {"output_dir": config.output_dir}
+        )
     assert keys_without_effect(reloaded(first)) == keys_without_effect(config)
 
 
@@ -50,14 +58,23 @@ def test_another_preset_brings_its_values(saved):
     file = saved(make_config({"algorithm.name": "gspo", "optim.learning_rate": 1e-5}))
     config = reloaded(file, "algorithm.name=dr_grpo")
     assert config.algorithm == expected and config.optim.learning_rate == 1e-5
-    assert make_config(make_config({"algorithm.name": "gspo"}), {"algorithm.name": "dr_grpo"}).algorithm == expected
+    assert (
+        make_config(
+            make_config({"algorithm.name": "gspo"}), {"algorithm.name": "dr_grpo"}
+        ).algorithm
+        == expected
+    )
     # A value that is set stays.
     kept = saved(make_config({"algorithm.scale": "group"}), "kept")
     assert reloaded(kept, "algorithm.name=dr_grpo").algorithm.scale == "group"
 
 
 def test_what_was_implied_follows(saved):
-    values = {"algorithm.name": "dapo", "rollout.engine": "vllm", "reward.functions": ["accuracy", "format"]}
+    values = {
+        "algorithm.name": "dapo",
+        "rollout.engine": "vllm",
+        "reward.functions": ["accuracy", "format"],
+    }
     file = saved(make_config(values))
     *_, overlong = reloaded(file, "rollout.max_completion_length=200").reward.functions
     assert overlong.args == {"max_length": 200, "cache_length": 40}
@@ -95,7 +112,9 @@ def test_secrets_are_masked_and_texts_do_not_depend_on_files(saved, tmp_path):
     prompt.unlink()
     assert "s3cret" not in file.read_text()
     config = reloaded(file)
-    assert config.data.system_prompt == "Answer." and config.reward.functions[0].args == {"api_key": "***"}
+    assert config.data.system_prompt == "Answer." and config.reward.functions[0].args == {
+        "api_key": "***"
+    }
 
 
 def test_commands_read_it_of_a_run_and_of_a_checkpoint_that_was_copied(saved, tmp_path):

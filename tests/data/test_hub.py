@@ -1,4 +1,5 @@
-"""Datasets and models by their Hub names, through the libraries' own clients, from a Hub on this machine."""
+"""Datasets and models by their Hub names, through the libraries' own clients, from a Hub on this
+machine."""
 
 import shutil
 
@@ -6,7 +7,10 @@ import pytest
 from conftest import run_trainer
 from hub_service import hub, pointed_at, publish
 
-ROWS = [{"question": f"What is {i} + 1?", "answer": f"One more.\n#### {i + 1:,}"} for i in range(990, 1210)]
+ROWS = [
+    {"question": f"What is {i} + 1?", "answer": f"One more.\n#### {i + 1:,}"}
+    for i in range(990, 1210)
+]
 
 
 @pytest.mark.slow
@@ -23,12 +27,20 @@ def test_a_run_takes_data_and_model_from_the_hub_and_again_from_its_cache(tmp_pa
         "eval.max_samples=4",
         "optim.max_steps=1",
     )
-    counted = "openai/gsm8k: 20 problems to train on, 0 of them with an empty answer; 4 to evaluate on"
+    counted = (
+        "openai/gsm8k: 20 problems to train on, 0 of them with an empty answer; 4 to evaluate on"
+    )
     with hub(tmp_path / "hub") as (endpoint, asked):
         env = pointed_at(endpoint, tmp_path / "cache")
         assert counted in run_trainer(*small, f"output_dir={tmp_path}/run", env=env).stdout
-        fetched = [line.rpartition("/")[2] for line in asked if line.startswith("GET") and "/resolve/" in line]
-        assert {"train-00000-of-00001.parquet", "model.safetensors", "tokenizer.json"} <= set(fetched)
+        fetched = [
+            line.rpartition("/")[2]
+            for line in asked
+            if line.startswith("GET") and "/resolve/" in line
+        ]
+        assert {"train-00000-of-00001.parquet", "model.safetensors", "tokenizer.json"} <= set(
+            fetched
+        )
         wrong = (*small, f"output_dir={tmp_path}/wrong", "data.dataset=openai/gsm9k")
         done = run_trainer(*wrong, env=env, check=False)
         assert done.returncode == 2
@@ -37,5 +49,8 @@ def test_a_run_takes_data_and_model_from_the_hub_and_again_from_its_cache(tmp_pa
         assert not (tmp_path / "wrong").exists()
     env["HF_HUB_OFFLINE"] = "1"
     assert counted in run_trainer(*small, f"output_dir={tmp_path}/again", env=env).stdout
-    first, second = ((tmp_path / name / "checkpoint-1" / "model.safetensors").read_bytes() for name in ("run", "again"))
+    first, second = (
+        (tmp_path / name / "checkpoint-1" / "model.safetensors").read_bytes()
+        for name in ("run", "again")
+    )
     assert first == second

@@ -1,4 +1,5 @@
-"""Prompts are rendered exactly and never cut, and rewards get them in the form that is configured."""
+"""Prompts are rendered exactly and never cut, and rewards get them in the form that is
+configured."""
 
 from types import SimpleNamespace
 
@@ -35,10 +36,15 @@ def tokenizer():
 
 def plain_tokenizer(template: str = "<s> $A") -> PreTrainedTokenizerFast:
     """Words to ids, no chat template; ``template`` says which special tokens it adds by itself."""
-    words = {word: i for i, word in enumerate(["<s>", "</s>", "<unk>", "one", "two", "three", "four", "<sop>"])}
+    words = {
+        word: i
+        for i, word in enumerate(["<s>", "</s>", "<unk>", "one", "two", "three", "four", "<sop>"])
+    }
     inner = Tokenizer(WordLevel(words, unk_token="<unk>"))
     inner.pre_tokenizer = Whitespace()
-    inner.post_processor = TemplateProcessing(single=template, special_tokens=[("<s>", 0), ("</s>", 1), ("<sop>", 7)])
+    inner.post_processor = TemplateProcessing(
+        single=template, special_tokens=[("<s>", 0), ("</s>", 1), ("<sop>", 7)]
+    )
     return PreTrainedTokenizerFast(
         tokenizer_object=inner,
         bos_token="<s>",
@@ -95,24 +101,35 @@ def test_without_a_chat_template_the_prompt_is_plain_text_behind_one_bos(templat
     rendered = tokenizer.decode(list(before)) + " one two"
     for prompt in ("one two", rendered):
         assert problem_of(prompt, tokenizer).prompt_ids == (*before, 3, 4)
-        assert problem_of(prompt, tokenizer, prompt_template="{prompt}").prompt_ids == (*before, 3, 4)
-    found = problem_of("two", tokenizer, system_prompt="one", few_shot=[{"prompt": "three", "completion": "four"}])
+        assert problem_of(prompt, tokenizer, prompt_template="{prompt}").prompt_ids == (
+            *before,
+            3,
+            4,
+        )
+    found = problem_of(
+        "two", tokenizer, system_prompt="one", few_shot=[{"prompt": "three", "completion": "four"}]
+    )
     assert found.prompt_ids == (*before, 3, 5, 6, 4)
 
 
 def test_with_a_chat_template_no_second_bos_is_added():
     with_bos = plain_tokenizer("<s> $A")
     end = "{% if add_generation_prompt %} four{% endif %}"
-    with_bos.chat_template = "{{ bos_token }}{% for m in messages %} {{ m['content'] }}{% endfor %}" + end
+    with_bos.chat_template = (
+        "{{ bos_token }}{% for m in messages %} {{ m['content'] }}{% endfor %}" + end
+    )
     assert problem_of("one two", with_bos).prompt_ids == (0, 3, 4, 6)
 
 
 def test_prompts_too_long_are_left_out_and_counted_never_cut():
     texts = ["one", "one two", "one two three", "", "one two three four", "two", None, " "]
-    found = problem_set(texts, plain_tokenizer(), max_prompt_length=3)  # with its BOS, "one two" has exactly 3
+    found = problem_set(
+        texts, plain_tokenizer(), max_prompt_length=3
+    )  # with its BOS, "one two" has exactly 3
     assert [problem.prompt_ids for problem in found.problems] == [(0, 3), (0, 3, 4), (0, 4)]
     assert (found.num_too_long, found.num_empty) == (2, 3)
-    # The index is the row's place in the file: randomness hangs on it, so it must not move with the filter.
+    # The index is the row's place in the file: randomness hangs on it, so it must not move with the
+    # filter.
     assert [problem.index for problem in found.problems] == [0, 1, 5]
     assert [problem.columns["row"] for problem in found.problems] == [0, 1, 5]
 
@@ -129,14 +146,21 @@ def test_a_system_prompt_may_be_a_file(tmp_path):
 
 
 def test_a_question_template_formats_the_user_message_inside_the_chat_template(tokenizer):
-    columns = {"tests": ["a", "b"], "note": None, "set": "{prompt}", "choices": {"text": ["x", "y"]}}
+    columns = {
+        "tests": ["a", "b"],
+        "note": None,
+        "set": "{prompt}",
+        "choices": {"text": ["x", "y"]},
+    }
     template = "{prompt} {note}{unknown} {x y} {set}\n{tests} {choices.text} {a.b}"
     problem = problem_of("1+1=", tokenizer, columns, question_template=template)
     text = "1+1= {unknown} {x y} {prompt}\na\nb x\ny {a.b}"
     assert tokenizer.decode(problem.prompt_ids) == user_message(text)
     assert problem.prompt == "1+1=", "as in the row"
     assert problem.reward_prompt is None, "text rows stay text"
-    shown = problem_of(TURNS, tokenizer, question_template="Q: {prompt}", few_shot=[SHOT]).reward_prompt
+    shown = problem_of(
+        TURNS, tokenizer, question_template="Q: {prompt}", few_shot=[SHOT]
+    ).reward_prompt
     contents = [message["content"] for message in shown]
     assert contents == ["2+2=", "4", "Hi", "Yes?", "Q: 1+1="], "the last message alone"
 
@@ -149,7 +173,9 @@ def test_a_question_template_formats_the_user_message_inside_the_chat_template(t
         ({"system_prompt": "Be brief."}, "Be brief.", "Be brief."),
     ],
 )
-def test_a_built_in_task_instructs_every_model_but_the_tiny_one(tokenizer, settings, of_other, of_tiny):
+def test_a_built_in_task_instructs_every_model_but_the_tiny_one(
+    tokenizer, settings, of_other, of_tiny
+):
     """The tiny model was trained without instructions."""
     other = build_tokenizer()
     other.add_tokens(["more"])
@@ -164,16 +190,34 @@ def test_a_built_in_task_instructs_every_model_but_the_tiny_one(tokenizer, setti
 @pytest.mark.parametrize(
     ("prompt", "settings", "message"),
     [
-        (TURNS, {"prompt_template": "{prompt} so"}, "conversation of 3 messages, and no chat template"),
+        (
+            TURNS,
+            {"prompt_template": "{prompt} so"},
+            "conversation of 3 messages, and no chat template",
+        ),
         ('[{"role": "user", "content": "Hi"}]', {}, "no text of such a list"),
-        ("1+" * 99, {"max_prompt_length": 3}, "all 1 prompts of .*max_prompt_length=3 .*the shortest has"),
-        ([BRIEF, *TURNS], {}, "row 1: the model's chat template refuses .*Be brief.*: no system role"),
+        (
+            "1+" * 99,
+            {"max_prompt_length": 3},
+            "all 1 prompts of .*max_prompt_length=3 .*the shortest has",
+        ),
+        (
+            [BRIEF, *TURNS],
+            {},
+            "row 1: the model's chat template refuses .*Be brief.*: no system role",
+        ),
         ("1+\ud83d", {}, "row 1: .*surrogates not allowed"),  # half of a character
-        ([{"from": "human", "value": "Hi"}], {}, "row 1: a message .* text as content, and one is {'from': 'human'"),
+        (
+            [{"from": "human", "value": "Hi"}],
+            {},
+            "row 1: a message .* text as content, and one is {'from': 'human'",
+        ),
     ],
 )
 def test_prompts_that_are_refused(prompt, settings, message, tokenizer):
-    refusal = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+    refusal = (
+        "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+    )
     with pytest.raises(ValueError, match=message):
         problem_of(prompt, with_template(refusal + tokenizer.chat_template), **settings)
 
@@ -194,10 +238,14 @@ def test_the_form_in_which_rewards_get_prompts_and_completions(tokenizer, prompt
     problem = problem_of(prompt, tokenizer, **settings)
     assert problem.prompt == prompt, "for samples, reports and files: as in the row"
     passed = {}
-    runner = SimpleNamespace(score=lambda **arguments: passed.update(arguments) or SimpleNamespace())
+    runner = SimpleNamespace(
+        score=lambda **arguments: passed.update(arguments) or SimpleNamespace()
+    )
     score_groups(runner, [Group(problem, (Completion((1,), "2", True),))])
     assert (passed["prompts"], passed["columns"]) == ([seen], {"row": [0]})
-    assert passed["completions"] == ["2" if isinstance(seen, str) else [{"role": "assistant", "content": "2"}]]
+    assert passed["completions"] == [
+        "2" if isinstance(seen, str) else [{"role": "assistant", "content": "2"}]
+    ]
 
 
 @pytest.mark.parametrize(
@@ -229,7 +277,9 @@ def test_a_question_about_tokens_is_no_rendered_prompt(special, prompt):
 
 
 def test_a_template_that_takes_no_single_message_has_no_marks():
-    tokenizer = with_template("{{ raise_exception('no') if messages | length == 1 else messages[-1].content }}")
+    tokenizer = with_template(
+        "{{ raise_exception('no') if messages | length == 1 else messages[-1].content }}"
+    )
     assert problem_of("[INST] Hi", tokenizer, few_shot=[SHOT]).prompt == "[INST] Hi"
 
 
@@ -250,7 +300,9 @@ EVERY_KEY = (
 
 
 def test_every_key_of_a_message_reaches_the_template():
-    arrow = rows_of(datasets.Dataset.from_list([{"prompt": HISTORY}]), "dataset")  # every message has every key
+    arrow = rows_of(
+        datasets.Dataset.from_list([{"prompt": HISTORY}]), "dataset"
+    )  # every message has every key
     tokenizer = with_template(EVERY_KEY)
     for prompt in (HISTORY, arrow[0]["prompt"]):
         problem = problem_of(prompt, tokenizer)
@@ -272,7 +324,11 @@ DATED = "{{ date_string or strftime_now('%d') }}" + PLAIN
         (NO_SYSTEM, {"system_prompt": "In French."}, "does not hold data.system_prompt"),
         (DATED, {}, "today's date"),
         (DATED, {"chat_template_kwargs": {"date_string": "26 Jul 2024"}}, None),
-        (PLAIN, {"chat_template_kwargs": {"enable_thinking": False}}, "has no variable enable_thinking"),
+        (
+            PLAIN,
+            {"chat_template_kwargs": {"enable_thinking": False}},
+            "has no variable enable_thinking",
+        ),
     ],
 )
 def test_notes_on_the_chat_template(template, settings, note):

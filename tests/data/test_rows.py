@@ -1,4 +1,5 @@
-"""Datasets to rows: every source reads the same, nothing is changed silently, answers are found in their column."""
+"""Datasets to rows: every source reads the same, nothing is changed silently, answers are found in
+their column."""
 
 import json
 import math
@@ -19,7 +20,9 @@ ANSWER = {"answer_column": "answer"}
 PATTERN = {"answer_column": "answer", "answer_pattern": "#### (.+)"}
 
 
-SPLITS = datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS), "test": datasets.Dataset.from_list(ROWS[:3])})
+SPLITS = datasets.DatasetDict(
+    {"train": datasets.Dataset.from_list(ROWS), "test": datasets.Dataset.from_list(ROWS[:3])}
+)
 SOURCES = {
     "d.jsonl": lambda rows, path: rows.to_json(path),
     "d.json": lambda rows, path: rows.to_json(path, lines=False),
@@ -72,14 +75,28 @@ def test_named_splits_and_evaluation_data_in_a_second_file(tmp_path, monkeypatch
 
 
 def test_json_values_stay_as_they_are_written(tmp_path):
-    answers = ["2024-01-05T10:00:00Z", "}\n{", "NA", "007", 2**70, 12.5, True, None, [1, "a"], {"b": "10:30"}, {"c": 1}]
+    answers = [
+        "2024-01-05T10:00:00Z",
+        "}\n{",
+        "NA",
+        "007",
+        2**70,
+        12.5,
+        True,
+        None,
+        [1, "a"],
+        {"b": "10:30"},
+        {"c": 1},
+    ]
     rows = [{"prompt": "a\u2028b 🙂", "answer": answer} for answer in answers]
     rows.append({"prompt": "b", "level": 1})
     path = tmp_path / "d.json"
     for text in (json.dumps(rows, ensure_ascii=False), "\n \n".join(map(json.dumps, rows))):
         path.write_text("\ufeff" + text, encoding="utf-8")
         found = rows_in(str(path), **ANSWER)
-        assert [repr(row["answer"]) for row in found.columns] == [repr(answer) for answer in [*answers, None]]
+        assert [repr(row["answer"]) for row in found.columns] == [
+            repr(answer) for answer in [*answers, None]
+        ]
         assert [row["level"] for row in found.columns] == [None] * len(answers) + [1]
         assert found.prompts == ["a\u2028b 🙂"] * len(answers) + ["b"]
 
@@ -110,7 +127,12 @@ def test_rows_as_python_objects(tmp_path):
     dataset = datasets.Dataset.from_list(rows)
     dataset.to_parquet(tmp_path / "d.parquet")
     # In a frame from a file, lists are NumPy's arrays at any depth.
-    for given in (rows, dataset, pandas.DataFrame(rows), pandas.read_parquet(tmp_path / "d.parquet")):
+    for given in (
+        rows,
+        dataset,
+        pandas.DataFrame(rows),
+        pandas.read_parquet(tmp_path / "d.parquet"),
+    ):
         assert repr(rows_of(given, "dataset")) == repr(expected)
     with pytest.raises(ValueError, match="dataset must be a list of mappings"):
         rows_of("file.jsonl", "dataset")
@@ -123,7 +145,9 @@ def test_endless_rows_are_read_up_to_the_limit_or_refused():
 
     for table in (endless(), datasets.IterableDataset.from_generator(endless)):
         assert rows_of(table, "dataset", 3) == [{"prompt": "a"}] * 3
-        with pytest.raises(ValueError, match=r"dataset has no length .*: set data.max_train_samples"):
+        with pytest.raises(
+            ValueError, match=r"dataset has no length .*: set data.max_train_samples"
+        ):
             rows_of(table, "dataset")
 
 
@@ -152,7 +176,9 @@ def test_a_field_in_a_column_is_the_answer_or_the_prompt(tmp_path):
         (None, math.nan, None),
     ],
 )
-def test_answers_are_found_in_their_column_and_rows_without_are_kept_and_counted(pattern, cell, answer):
+def test_answers_are_found_in_their_column_and_rows_without_are_kept_and_counted(
+    pattern, cell, answer
+):
     rows = [{"prompt": "a", "gold": cell}, {"prompt": "b", "gold": "is 5 #### 5"}]
     found = rows_in("python:rows", table=rows, answer_column="gold", answer_pattern=pattern)
     assert found.columns[0] == {"gold": cell, "answer": answer}
@@ -169,11 +195,31 @@ REFUSED = [
     ("csv/train.csv", "prompt,answer\na,1,2\n", {}, "more fields than the header"),
     ("d.parquet", "not parquet", {}, "Parquet"),
     ("d.jsonl", P, {"train_split": "test"}, "Unknown split \"test\". Should be one of ['train']"),
-    ("d.jsonl", P, {"prompt_column": "question"}, "has no such column, or no prompts in it; it has prompt, answer"),
+    (
+        "d.jsonl",
+        P,
+        {"prompt_column": "question"},
+        "has no such column, or no prompts in it; it has prompt, answer",
+    ),
     ("d.jsonl", P, PATTERN, "answer_pattern='#### (.+)' matches nothing, in every row"),
-    ("d.jsonl", P, ANSWER | {"answer_pattern": "("}, "is no regular expression that works: missing )"),
-    ("d.jsonl", P.replace("7", "a" * 60 + "b"), ANSWER | {"answer_pattern": "(a|aa)+$"}, "regex timed out"),
-    ("d.jsonl", P + '{"prompt": 7}\n', {}, "d.jsonl, row 2: a prompt is text, or a list of messages"),
+    (
+        "d.jsonl",
+        P,
+        ANSWER | {"answer_pattern": "("},
+        "is no regular expression that works: missing )",
+    ),
+    (
+        "d.jsonl",
+        P.replace("7", "a" * 60 + "b"),
+        ANSWER | {"answer_pattern": "(a|aa)+$"},
+        "regex timed out",
+    ),
+    (
+        "d.jsonl",
+        P + '{"prompt": 7}\n',
+        {},
+        "d.jsonl, row 2: a prompt is text, or a list of messages",
+    ),
     ("builtin:chess", "", {}, "arithmetic, countdown"),
     ("reasoning_gym:chain_sum", "", {}, "needs the package reasoning_gym"),
 ]
@@ -227,5 +273,7 @@ def test_gym_rows_are_different_and_never_in_both_splits_and_scorers_get_the_arg
     texts = [f"<answer>{answer}</answer>", f"<answer>{near}</answer>"]
     assert load_reward("reasoning_gym")(rows.prompts * 2, texts, **columns) == [1.0, 0.0]
 
-    with pytest.raises(ValueError, match=r"data.dataset=reasoning_gym:chain_sum: .*unexpected .* 'min_term'"):
+    with pytest.raises(
+        ValueError, match=r"data.dataset=reasoning_gym:chain_sum: .*unexpected .* 'min_term'"
+    ):
         rows_in("reasoning_gym:chain_sum", config_name={"min_term": 2})

@@ -1,4 +1,5 @@
-"""The problems of each step: the same for every world size, a pure function of the step; and their substitutes."""
+"""The problems of each step: the same for every world size, a pure function of the step; and their
+substitutes."""
 
 import pytest
 import torch
@@ -12,12 +13,15 @@ def schedules(count: int, world_size: int, seed: int = 0) -> list[Schedule]:
     problems = [Problem(1000 + i, f"p{i}", (i,), {}) for i in range(count)]
     ranks = []
     for rank in range(world_size):
-        ranks.append(Schedule(problems, prompts_per_step=6, seed=seed, rank=rank, world_size=world_size))
+        ranks.append(
+            Schedule(problems, prompts_per_step=6, seed=seed, rank=rank, world_size=world_size)
+        )
     return ranks
 
 
 def global_batch(ranks: list[Schedule], step: int) -> list[int]:
-    """Indices in dataset order: global row i lies on rank i % world_size, as ``World.gather_rows`` has it."""
+    """Indices in dataset order: global row i lies on rank i % world_size, as ``World.gather_rows``
+    has it."""
     shares = [rank.at(step) for rank in ranks]
     return [problem.index for place in zip(*shares, strict=True) for problem in place]
 
@@ -90,5 +94,7 @@ def test_substitutes_run_out_and_every_problem_left_is_used():
 
 
 def test_fewer_problems_than_a_step():
-    with pytest.raises(ValueError, match=r"5 training problems are fewer than rollout.prompts_per_step=6"):
+    with pytest.raises(
+        ValueError, match=r"5 training problems are fewer than rollout.prompts_per_step=6"
+    ):
         schedules(5, 2)

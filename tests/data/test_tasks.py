@@ -62,7 +62,9 @@ def test_train_and_eval_share_no_problem_whatever_the_seed(name):
     problems = {}
     for split, seed in (("train", 0), ("train", 1), ("eval", 0), ("eval", 3)):
         keys = {task.problem_key(row) for row in rows_of(name, split, seed)}
-        assert len(keys) == len(rows_of(name, split, seed)) == task.num_rows[split], "no problem twice"
+        assert len(keys) == len(rows_of(name, split, seed)) == task.num_rows[split], (
+            "no problem twice"
+        )
         problems[split, seed] = keys
     assert problems["train", 0] != problems["train", 1]
     train = problems["train", 0] | problems["train", 1]
@@ -89,7 +91,9 @@ def test_demonstrations_are_right_or_have_the_documented_shares_of_mistakes(name
 def test_only_the_tokens_of_the_model_have_labels():
     tokenizer = build_tokenizer()
     task = load_task("guess_number")
-    ids_BS, labels_BS = tiny._demonstrations(task, random.Random(0), tokenizer, batch_size=8, noisy=True)
+    ids_BS, labels_BS = tiny._demonstrations(
+        task, random.Random(0), tokenizer, batch_size=8, noisy=True
+    )
     start = r"<\|im_start\|>assistant\n"
     prompt = rf"<\|im_start\|>user\nGuess [0-9.]+<\|im_end\|>\n{start}"
     call = r"<guess>\d+</guess><\|im_end\|>"
@@ -120,11 +124,18 @@ def test_text_survives_the_tokenizer_as_saved_and_as_read_back(cache):
         assert tokenizer.decode(ids) == tokenizer.decode(ids, skip_special_tokens=True) == text
         assert {string: len(tokenizer.encode(string)) for string in lengths} == lengths
         assert tokenizer.decode(tokenizer.encode("82<|im_end|>"), skip_special_tokens=True) == "82"
-        assert tokenizer.eos_token == "<|im_end|>" and tokenizer.pad_token_id != tokenizer.eos_token_id
-        assert tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) == turns
+        assert (
+            tokenizer.eos_token == "<|im_end|>" and tokenizer.pad_token_id != tokenizer.eos_token_id
+        )
+        assert (
+            tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            == turns
+        )
 
 
-def test_a_second_build_is_read_from_the_cache_and_one_that_fails_leaves_nothing(cache, monkeypatch):
+def test_a_second_build_is_read_from_the_cache_and_one_that_fails_leaves_nothing(
+    cache, monkeypatch
+):
     first = build_tiny_model()
     assert first.parent == cache / "grpo"
     modified = (first / "model.safetensors").stat().st_mtime_ns

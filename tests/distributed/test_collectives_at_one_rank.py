@@ -1,4 +1,5 @@
-"""``GRPO_TEST_COLLECTIVES=1``: one rank that communicates as several do, and computes what it computes alone."""
+"""``GRPO_TEST_COLLECTIVES=1``: one rank that communicates as several do, and computes what it
+computes alone."""
 
 import socket
 
@@ -29,7 +30,11 @@ def test_gradients_stay_in_the_buckets(tmp_path, random_model, monkeypatch):
     """Through micro-batches that do not synchronise, one that does, and the optimizer's update."""
     for name, value in variables().items():
         monkeypatch.setenv(name, value)
-    arguments = [*small_run(random_model, tmp_path / "run"), "optim.tokens_per_microbatch=60", "optim.max_steps=1"]
+    arguments = [
+        *small_run(random_model, tmp_path / "run"),
+        "optim.tokens_per_microbatch=60",
+        "optim.max_steps=1",
+    ]
     config = load_config([*arguments, "eval.before_training=false", "data.max_eval_samples=1"])
     run = prepare(config, start_world(config.runtime))
     parameters, seen = list(run.learner.policy.model.parameters()), {}
@@ -49,7 +54,9 @@ def test_gradients_stay_in_the_buckets(tmp_path, random_model, monkeypatch):
     monkeypatch.setattr(train_grpo, "gradient_sync", watched)
     monkeypatch.setattr(train_grpo, "apply_update", before_the_update)
     try:
-        assert isinstance(run.learner.scorer, DistributedDataParallel) and dist.get_backend() == "gloo"
+        assert (
+            isinstance(run.learner.scorer, DistributedDataParallel) and dist.get_backend() == "gloo"
+        )
         buckets = storages()
         assert not any(p.grad.any() for p in parameters)
         train_grpo.train(run)
@@ -64,13 +71,19 @@ def test_gradients_stay_in_the_buckets(tmp_path, random_model, monkeypatch):
 def test_a_sharded_pass_that_does_not_fit_is_refused(tmp_path, random_model, monkeypatch):
     for name, value in variables().items():
         monkeypatch.setenv(name, value)
-    arguments = [*small_run(random_model, tmp_path / "run"), "runtime.parallel=fsdp", "rollout.prompts_per_step=2"]
+    arguments = [
+        *small_run(random_model, tmp_path / "run"),
+        "runtime.parallel=fsdp",
+        "rollout.prompts_per_step=2",
+    ]
     config = load_config(arguments)
     run = prepare(config, start_world(config.runtime))
     last_layer = decoder_layers(run.learner.policy.model)[-1]
     last_layer.register_forward_hook(lambda *_: torch.empty(1 << 50, dtype=torch.uint8))
     try:
-        with pytest.raises(ValueError, match=r"optim\.tokens_per_microbatch=16384 is too much .*: try 8192"):
+        with pytest.raises(
+            ValueError, match=r"optim\.tokens_per_microbatch=16384 is too much .*: try 8192"
+        ):
             try_largest_step(run, run.tasks.eval_problems)
     finally:
         run.close()

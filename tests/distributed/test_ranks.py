@@ -1,4 +1,5 @@
-"""The same run on 1 and 3 ranks: same problems, same tokens, same metrics, same weights to rounding."""
+"""The same run on 1 and 3 ranks: same problems, same tokens, same metrics, same weights to
+rounding."""
 
 import pytest
 import torch
@@ -45,7 +46,9 @@ def test_same_metrics(runs):
     for one, many in zip(lines(runs[0]), lines(runs[1]), strict=True):
         assert one.keys() == many.keys()
         for name in one.keys() - {"sampling/logprob_difference", "ratio"}:
-            close = pytest.approx(one[name], rel=looser.get(name, 1e-4), abs=1e-5 if name == "loss" else 1e-6)
+            close = pytest.approx(
+                one[name], rel=looser.get(name, 1e-4), abs=1e-5 if name == "loss" else 1e-6
+            )
             assert many[name] == close, f"{name} at step {one['step']}"
 
 
@@ -59,5 +62,6 @@ def test_same_evaluation_to_the_last_count(runs):
 def test_same_weights_after_five_steps(runs):
     one, many = (weights(output / "checkpoint-5") for output in runs)
     for name, expected in one.items():
-        # AdamW at 1e-3 moves each weight by up to 1e-2 in ten updates; rounding of a gradient near 0 moves it by less.
+        # AdamW at 1e-3 moves each weight by up to 1e-2 in ten updates; rounding of a gradient near
+        # 0 moves it by less.
         torch.testing.assert_close(many[name], expected, rtol=1e-4, atol=2e-4, msg=name)

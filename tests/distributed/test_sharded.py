@@ -1,4 +1,5 @@
-"""FSDP2 on gloo ranks trains what DDP trains, holds a share of it, and continues on any number of ranks."""
+"""FSDP2 on gloo ranks trains what DDP trains, holds a share of it, and continues on any number of
+ranks."""
 
 import json
 from pathlib import Path
@@ -12,19 +13,24 @@ from safetensors.torch import load_file
 from grpo.telemetry.samples import read_samples
 
 STEPS = 20
-FAULTY, FACTS = ROOT / "tests" / "faults" / "faulty.py", ROOT / "tests" / "distributed" / "sharded_facts.py"
+FAULTY, FACTS = (
+    ROOT / "tests" / "faults" / "faulty.py",
+    ROOT / "tests" / "distributed" / "sharded_facts.py",
+)
 pytestmark = pytest.mark.slow
 
 
 def arguments(folder: Path, name: str, *more: str) -> list[str]:
-    """A run whose ranks have different numbers of micro-batches and decode steps; all that can have a state has one."""
+    """A run whose ranks have different numbers of micro-batches and decode steps; all that can have
+    a state has one."""
     return [
         *small_run(folder / "model", folder / name), "runtime.parallel=fsdp", "eval.before_training=false",
         "rollout.prompts_per_step=12", "rollout.num_generations=3", "rollout.temperature=0.8", "optim.learning_rate=1e-4",
         "optim.tokens_per_microbatch=150", f"optim.max_steps={STEPS}", "optim.weight_decay=0.1", "algorithm.beta=0.05",
         "algorithm.ref_sync_steps=3", "algorithm.ref_sync_alpha=0.5", "algorithm.num_iterations=2",
         "algorithm.dynamic_sampling=true", "data.max_eval_samples=3", "checkpoint.save_steps=2", "checkpoint.keep=99",
-        # With seed 0, the uniform number of one draw lies 8e-8 from the border of two tokens, and rounding decides it.
+        # With seed 0, the uniform number of one draw lies 8e-8 from the border of two tokens, and
+        # rounding decides it.
         "seed=1", *more,
     ]  # fmt: skip
 
@@ -50,7 +56,11 @@ def ids(run: Path, steps: range) -> list:
     """The completions of each step by problem, whatever rank sampled them."""
     folder = run.with_name(f"{run.name}-ids")
     return [
-        sorted(row for file in folder.glob(f"step-{step}-rank-*.json") for row in json.loads(file.read_text()))
+        sorted(
+            row
+            for file in folder.glob(f"step-{step}-rank-*.json")
+            for row in json.loads(file.read_text())
+        )
         for step in steps
     ]
 
@@ -84,7 +94,9 @@ def sharded_run(folder) -> Path:
 
 
 def test_the_weights_and_completions_are_those_of_ddp(whole_run, sharded_run):
-    assert difference(whole_run / f"checkpoint-{STEPS}", sharded_run / f"checkpoint-{STEPS}") <= 1e-4
+    assert (
+        difference(whole_run / f"checkpoint-{STEPS}", sharded_run / f"checkpoint-{STEPS}") <= 1e-4
+    )
     assert ids(whole_run, range(STEPS)) == ids(sharded_run, range(STEPS))
     for expected, found in zip(lines(whole_run), lines(sharded_run), strict=True):
         assert found == pytest.approx(expected, rel=1e-2, abs=1e-5)
@@ -93,7 +105,9 @@ def test_the_weights_and_completions_are_those_of_ddp(whole_run, sharded_run):
 
 
 def test_a_continued_run_has_the_same_bits(folder, sharded_run):
-    continued = train(folder, "continued", f"checkpoint.resume={sharded_run / 'checkpoint-16'}", ranks=2)
+    continued = train(
+        folder, "continued", f"checkpoint.resume={sharded_run / 'checkpoint-16'}", ranks=2
+    )
     last = f"checkpoint-{STEPS}"
     assert_equal(weights(continued / last), weights(sharded_run / last))
     assert_equal(states(continued / last), states(sharded_run / last))
@@ -101,16 +115,26 @@ def test_a_continued_run_has_the_same_bits(folder, sharded_run):
 
 
 def test_other_numbers_of_ranks_continue_it(folder, sharded_run):
-    """2 ranks, then one (which trains as under DDP), then 3; also what they restore, and what each rank holds."""
+    """2 ranks, then one (which trains as under DDP), then 3; also what they restore, and what each
+    rank holds."""
     two = sharded_run / "checkpoint-4"
     accept = "checkpoint.accept_changes=true"
     one = train(folder, "one", accept, "optim.max_steps=6", f"checkpoint.resume={two}", ranks=1)
-    three = train(folder, "three", accept, "optim.max_steps=8", f"checkpoint.resume={one / 'checkpoint-6'}", ranks=3)
+    three = train(
+        folder,
+        "three",
+        accept,
+        "optim.max_steps=8",
+        f"checkpoint.resume={one / 'checkpoint-6'}",
+        ranks=3,
+    )
     for run, step in ((one, 6), (three, 8)):
         assert difference(run / f"checkpoint-{step}", sharded_run / f"checkpoint-{step}") <= 1e-5
         found, expected = (states(r / f"checkpoint-{step}") for r in (run, sharded_run))
         assert found.keys() == expected.keys()
-        assert all(torch.allclose(t, expected[name], rtol=1e-3, atol=1e-6) for name, t in found.items())
+        assert all(
+            torch.allclose(t, expected[name], rtol=1e-3, atol=1e-6) for name, t in found.items()
+        )
         assert ids(run, range(step - 2, step)) == ids(sharded_run, range(step - 2, step))
 
     for start in (two, one / "checkpoint-6"):  # written by two ranks, and by one
@@ -131,7 +155,9 @@ def test_replicas_of_shards_with_offload(folder):
     both += ["runtime.try_largest_step=true", "checkpoint.keep_best=eval/mean_length"]
     options = ["runtime.shard_size=2", "runtime.offload=all"]
     run = train(folder, "replicas", *both, *options, "model.gradient_checkpointing=true", ranks=4)
-    expected = train(folder, "bf16", *both, "runtime.parallel=ddp", ranks=4)  # the same rows on each rank round alike
+    expected = train(
+        folder, "bf16", *both, "runtime.parallel=ddp", ranks=4
+    )  # the same rows on each rank round alike
     assert difference(run / "checkpoint-2", expected / "checkpoint-2") <= 1e-5
     assert ids(run, range(2)) == ids(expected, range(2))
     assert lines(run)[-1] == pytest.approx(lines(expected)[-1], rel=1e-2, abs=1e-5)
@@ -139,14 +165,26 @@ def test_replicas_of_shards_with_offload(folder):
 
 def test_lora_is_that_of_ddp_and_continues_with_the_same_bits(folder):
     """Its reference is a frozen adapter, which moves."""
-    options = ["lora.rank=4", "algorithm.ref_sync_alpha=1", "checkpoint.save_steps=3", "optim.max_steps=6"]
+    options = [
+        "lora.rank=4",
+        "algorithm.ref_sync_alpha=1",
+        "checkpoint.save_steps=3",
+        "optim.max_steps=6",
+    ]
     ddp = train(folder, "lora-ddp", *options, "runtime.parallel=ddp", ranks=2)
     fsdp = train(folder, "lora-fsdp", *options, ranks=2)
-    assert difference(ddp / "checkpoint-6", fsdp / "checkpoint-6", "adapter_model.safetensors") <= 1e-6
+    assert (
+        difference(ddp / "checkpoint-6", fsdp / "checkpoint-6", "adapter_model.safetensors") <= 1e-6
+    )
     assert ids(ddp, range(6)) == ids(fsdp, range(6))
     assert any(line.get("kl") for line in lines(fsdp))
-    continued = train(folder, "lora-continued", *options, f"checkpoint.resume={fsdp / 'checkpoint-3'}", ranks=2)
-    assert difference(continued / "checkpoint-6", fsdp / "checkpoint-6", "adapter_model.safetensors") == 0
+    continued = train(
+        folder, "lora-continued", *options, f"checkpoint.resume={fsdp / 'checkpoint-3'}", ranks=2
+    )
+    assert (
+        difference(continued / "checkpoint-6", fsdp / "checkpoint-6", "adapter_model.safetensors")
+        == 0
+    )
     assert_equal(states(continued / "checkpoint-6"), states(fsdp / "checkpoint-6"))
     assert lines(continued) == lines(fsdp)[-3:]
 
@@ -178,10 +216,19 @@ def of_some(prompts, completions, **columns):
 
 
 def test_rows_that_fill_up_a_rank_leave_no_trace(folder, tmp_path):
-    """A rank with fewer micro-batches repeats its shortest row, which may be one that is not computed."""
+    """A rank with fewer micro-batches repeats its shortest row, which may be one that is not
+    computed."""
     (tmp_path / "some.py").write_text(REWARD_OF_SOME)
-    options = [f"reward.functions=['{tmp_path}/some.py:of_some']", "algorithm.beta=0", "algorithm.ref_sync_steps=0"]
-    options += ["algorithm.dynamic_sampling=false", "logging.log_completions=1000", "optim.max_steps=6"]
+    options = [
+        f"reward.functions=['{tmp_path}/some.py:of_some']",
+        "algorithm.beta=0",
+        "algorithm.ref_sync_steps=0",
+    ]
+    options += [
+        "algorithm.dynamic_sampling=false",
+        "logging.log_completions=1000",
+        "optim.max_steps=6",
+    ]
     options += ["optim.tokens_per_microbatch=60"]
     run = train(folder, "filled-up", *options, ranks=2)
     records = [record for file in (run / "completions").iterdir() for record in read_samples(file)]

@@ -1,4 +1,5 @@
-"""A model that also reads images is trained on text: the same weights on one rank and on two, and when continued."""
+"""A model that also reads images is trained on text: the same weights on one rank and on two, and
+when continued."""
 
 import shutil
 from pathlib import Path
@@ -16,7 +17,11 @@ from grpo.data.tiny import build_tokenizer
 pytestmark = pytest.mark.slow
 KINDS = {
     "whole, with a reference": ["algorithm.beta=0.05"],
-    "adapter, with a reference that moves": ["lora.rank=4", "algorithm.beta=0.05", "algorithm.ref_sync_steps=1"],
+    "adapter, with a reference that moves": [
+        "lora.rank=4",
+        "algorithm.beta=0.05",
+        "algorithm.ref_sync_steps=1",
+    ],
 }
 
 
@@ -25,7 +30,9 @@ def model(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("gemma3")
     kind, settings = READS_IMAGES
     tokenizer = build_tokenizer()
-    ends = dict(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=None)
+    ends = dict(
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=None
+    )
     text = settings["text_config"] | ends | dict(vocab_size=len(tokenizer), initializer_range=0.3)
     model = build(kind, settings | dict(text_config=text))
     model.generation_config = GenerationConfig(**ends)
@@ -52,7 +59,8 @@ def assert_close(one: Path, other: Path) -> None:
 
 
 def assert_vision_tower_stays(run: Path, model: Path) -> None:
-    """Text does not reach it: its weights are those of before, and an adapter's second factor stays 0; others move."""
+    """Text does not reach it: its weights are those of before, and an adapter's second factor stays
+    0; others move."""
     before, moved = weights(model), set()
     for name, tensor in weights(run / "checkpoint-2").items():
         if "lora_A" not in name:
@@ -70,7 +78,9 @@ def test_ranks_and_continued_runs_train_the_same_weights(kind, model, tmp_path):
     train(model, sharded, *KINDS[kind], "runtime.parallel=fsdp", ranks=2)
     for run in (ranks, sharded):
         assert_close(alone / "checkpoint-2", run / "checkpoint-2")
-        assert [row.get("reward") for row in lines(run)] == [row.get("reward") for row in lines(alone)]
+        assert [row.get("reward") for row in lines(run)] == [
+            row.get("reward") for row in lines(alone)
+        ]
         expected = weights(run / "checkpoint-2")
         shutil.rmtree(run / "checkpoint-2")
         options = ["runtime.parallel=fsdp"] if run == sharded else []

@@ -1,10 +1,11 @@
-"""Every command of the README and the documents is executed, in a copy of the tree, cut to a size of seconds.
+"""Every command of the README and the documents is executed, in a copy of the tree, cut to a size
+of seconds.
 
-The cuts: one step on an untrained model with few problems, two ranks instead of eight, this machine instead of several
-and of the Hub. A benchmark is only started with --help, to check its options (those of learning.md run once each).
-pytest only collects its tests. Nothing else is changed. What is a plain ``python train_grpo.py`` or ``python -m`` runs
-in a fork of a process that has imported the trainer, all else in a shell.
-"""
+The cuts: one step on an untrained model with few problems, two ranks instead of eight, this machine
+instead of several and of the Hub. A benchmark is only started with --help, to check its options
+(those of learning.md run once each). pytest only collects its tests. Nothing else is changed. What
+is a plain ``python train_grpo.py`` or ``python -m`` runs in a fork of a process that has imported
+the trainer, all else in a shell."""
 
 import contextlib
 import json
@@ -22,8 +23,9 @@ from conftest import ROOT, run_forked, save_random_model
 from hub_service import hub, pointed_at, publish
 
 NOT_HERE = ("python -m venv .venv-trl", "python tests/faults/soak.py", "source .venv/bin/activate")
-"""Not executed: the first installs TRL from the network, ``tests/faults/test_soak.py`` runs the second, and
-``environment()`` does the third. Nor are commands with vllm, which ``tests/faults/test_vllm_runs.py`` runs."""
+"""Not executed: the first installs TRL from the network, ``tests/faults/test_soak.py`` runs the
+second, and ``environment()`` does the third. Nor are commands with vllm, which
+``tests/faults/test_vllm_runs.py`` runs."""
 RECIPES = [ROOT / "docs" / "recipes.md", ROOT / "docs" / "learning.md"]
 """Their commands need a Hub: they have a test of their own."""
 FILES = [
@@ -40,11 +42,14 @@ CUTS = (
 
 
 def blocks(path: Path, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", path.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    return re.findall(
+        rf"^```{language}\n(.*?)^```", path.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
+    )
 
 
 def commands(path: Path) -> list[str]:
-    """The commands of a document, without their comments; those of pytest also from within a sentence."""
+    """The commands of a document, without their comments; those of pytest also from within a
+    sentence."""
     lines = "\n".join(blocks(path, "bash")).replace("\\\n", " ").splitlines()
     lines += re.findall(r"`(pytest [^`]+)`", path.read_text(encoding="utf-8"))
     found = [
@@ -58,7 +63,9 @@ def commands(path: Path) -> list[str]:
             ).strip()
         )
     ]
-    return [command for command in found if not command.startswith(NOT_HERE) and "vllm" not in command]
+    return [
+        command for command in found if not command.startswith(NOT_HERE) and "vllm" not in command
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -72,9 +79,13 @@ def tree(tmp_path_factory, random_model):
             shutil.copy(path, folder)
     shutil.copytree(random_model, folder / "FOLDER")
     shutil.copy(folder / "configs" / "tiny_arithmetic.yaml", folder / "configs" / "X.yaml")
-    rows = [{"question": f"What is {i} + 1?", "answer": f"One more.\n#### {i + 1}"} for i in range(280)]
+    rows = [
+        {"question": f"What is {i} + 1?", "answer": f"One more.\n#### {i + 1}"} for i in range(280)
+    ]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (code,) = (block for block in blocks(ROOT / "README.md", "python") if "# my_rewards.py" in block)
+    (code,) = (
+        block for block in blocks(ROOT / "README.md", "python") if "# my_rewards.py" in block
+    )
     (folder / "my_rewards.py").write_text(code)
     return folder
 
@@ -200,14 +211,18 @@ def test_every_command_works(tree, path):
             execute(tree, [cut(command)])
     # Several commands may be the same one after the cut.
     for together in machines(list(dict.fromkeys(cut(command) for command in commands(path)))):
-        if re.search(r"configs/(X|gsm8k_smol\S+)\.yaml", together[0]) and "output_dir=" not in together[0]:
+        if (
+            re.search(r"configs/(X|gsm8k_smol\S+)\.yaml", together[0])
+            and "output_dir=" not in together[0]
+        ):
             number = len(list((tree / "runs").glob("X-*")))
             together = [f"{command} output_dir=runs/X-{number}" for command in together]
         execute(tree, together)
 
 
 def machines(lines: list[str]) -> list[list[str]]:
-    """Commands of one run over several machines together; if a document names the first alone, the second too."""
+    """Commands of one run over several machines together; if a document names the first alone, the
+    second too."""
     runs: list[list[str]] = []
     for line in lines:
         if "node_rank=1" in line:
@@ -232,7 +247,9 @@ def cut_recipe(command: str) -> str:
         return f"{command} --steps 1 --seeds 0 --presets grpo"
     if "gsm8k_learns.py" in command:
         return command + (
-            "" if "--table-only" in command else " --steps 1 --seeds 0 --problems 2 --output results/g.json"
+            ""
+            if "--table-only" in command
+            else " --steps 1 --seeds 0 --problems 2 --output results/g.json"
         )
     assert "train_grpo.py" in command or "grpo.evaluation" in command, f"unknown: {command}"
     return f"{command} {CUTS} optim.min_lr=null rollout.prompts_per_step=2 eval.max_samples=2"
@@ -240,14 +257,17 @@ def cut_recipe(command: str) -> str:
 
 @pytest.mark.slow
 def test_every_command_of_the_recipes_works(tree, tmp_path):
-    """With models and data by their own names, from a Hub on this machine; the built-in model is an untrained one."""
+    """With models and data by their own names, from a Hub on this machine; the built-in model is an
+    untrained one."""
     copy = tmp_path / "copy"
     shutil.copytree(tree, copy, ignore=shutil.ignore_patterns("runs"))
     shutil.rmtree(copy / "FOLDER")
     save_random_model(copy / "FOLDER", max_position_embeddings=2048)
     for path in (copy / "configs").glob("tiny_*.yaml"):
         path.write_text(
-            path.read_text().replace("builtin:tiny", "FOLDER").replace("eval: {", "eval: {max_samples: 2, ")
+            path.read_text()
+            .replace("builtin:tiny", "FOLDER")
+            .replace("eval: {", "eval: {max_samples: 2, ")
         )
     (copy / "assets" / "data" / "gsm8k").mkdir(parents=True)
     for name in ("train", "test"):
@@ -259,7 +279,9 @@ def test_every_command_of_the_recipes_works(tree, tmp_path):
         shutil.copytree(copy / "FOLDER", tmp_path / "hub" / "models" / name)
     executed = []
     with hub(tmp_path / "hub") as (endpoint, _):
-        variables = pointed_at(endpoint, tmp_path / "cache") | {"GRPO_TEST_ASSETS": str(copy / "assets")}
+        variables = pointed_at(endpoint, tmp_path / "cache") | {
+            "GRPO_TEST_ASSETS": str(copy / "assets")
+        }
         for command in map(cut_recipe, [command for path in RECIPES for command in commands(path)]):
             execute(copy, [command], **variables)
             executed.append(command)

@@ -1,4 +1,5 @@
-"""The documents: every metric is explained, every key exists, the worked example comes out, links lead somewhere."""
+"""The documents: every metric is explained, every key exists, the worked example comes out, links
+lead somewhere."""
 
 import difflib
 import json
@@ -37,7 +38,10 @@ def documented_metrics() -> set[str]:
 
 def test_every_metric_that_a_run_logs_is_documented(tmp_path, random_model):
     run_trainer(
-        *small_run(random_model, tmp_path / "run"), "optim.max_steps=1", "eval.num_samples=2", "eval.temperature=1.0"
+        *small_run(random_model, tmp_path / "run"),
+        "optim.max_steps=1",
+        "eval.num_samples=2",
+        "eval.temperature=1.0",
     )
     text = (tmp_path / "run" / "metrics.jsonl").read_text()
     logged = {name for line in text.splitlines() for name in json.loads(line)} - {"step"}
@@ -124,7 +128,8 @@ def test_tables_of_what_was_learned_are_those_that_the_scripts_wrote(path):
 
 
 def test_the_worked_example():
-    """docs/algorithm.md, whose numbers are worked out by hand: advantages, and the loss of two completions."""
+    """docs/algorithm.md, whose numbers are worked out by hand: advantages, and the loss of two
+    completions."""
     text = (ROOT / "docs" / "algorithm.md").read_text()
 
     def advantages(*rewards):
@@ -201,7 +206,12 @@ def test_every_key_that_replaces_one_of_trl_exists():
     assert len(mapping) == len(dict(mapping)) == 77 + 114, "of TRL 1.16.0 with transformers 5.23"
     assert {ours for _, ours in mapping if ours} - known.keys() == set()
     for theirs, ours in mapping:
-        assert not ours or theirs in known or ours in unknown_key(theirs, list(known)) or theirs in OTHER_NAMES, theirs
+        assert (
+            not ours
+            or theirs in known
+            or ours in unknown_key(theirs, list(known))
+            or theirs in OTHER_NAMES
+        ), theirs
     references = re.findall(r"see (\w+)", (ROOT / "docs" / "from_trl.md").read_text())
     assert set(references) - set(dict(mapping)) == set()
 
@@ -227,7 +237,9 @@ def test_the_ported_script():
 def test_the_readmes_figures_are_those_of_the_benchmark():
     """Speed and memory beside TRL at beta 0.04, from benchmarks/results/compare_trl.json."""
     text = (ROOT / "README.md").read_text()
-    results = json.loads((ROOT / "benchmarks" / "results" / "compare_trl.json").read_text())["results"]
+    results = json.loads((ROOT / "benchmarks" / "results" / "compare_trl.json").read_text())[
+        "results"
+    ]
     for entry in results:
         if entry["setting"]["beta"] == 0.04:
             step = entry["summary"]["step"]["ratio"]
@@ -251,8 +263,13 @@ def test_functions_of_the_code_tour_and_of_the_formulas_exist():
     found = 0
     for dotted in re.findall(r"`([a-z_]+\.[A-Za-z_][\w.]*)", "\n".join(documents)):
         room = dotted.split(".")[0]
-        is_room = (ROOT / "grpo" / f"{room}.py").exists() or (ROOT / "grpo" / room / "__init__.py").exists()
-        if is_room and dotted not in {*keys_of(Config), "config.yaml"}:  # data.Schedule is a class, data.dataset a key
+        is_room = (ROOT / "grpo" / f"{room}.py").exists() or (
+            ROOT / "grpo" / room / "__init__.py"
+        ).exists()
+        if is_room and dotted not in {
+            *keys_of(Config),
+            "config.yaml",
+        }:  # data.Schedule is a class, data.dataset a key
             pkgutil.resolve_name(f"grpo.{dotted}")
             found += 1
     assert found > 30
@@ -274,6 +291,8 @@ def test_the_readme_is_short_and_documents_are_narrow():
         lines = without_code(path.read_text()).splitlines()
         prose = [line for line in lines if not line.startswith(("|", "  <img"))]
         cells = [cell for line in lines if line.startswith("|") for cell in line.split("|")]
-        assert all(len(line) <= 140 for line in prose if "](" not in line or len(line.split()) > 1), path.name
+        assert all(
+            len(line) <= 140 for line in prose if "](" not in line or len(line.split()) > 1
+        ), path.name
         assert all(len(cell) <= 200 for cell in cells), path.name
     assert len((ROOT / "README.md").read_text().splitlines()) <= 110

@@ -1,4 +1,5 @@
-"""Imports run one way, each outside service is imported in one file, and rooms stay within their budgets."""
+"""Imports run one way, each outside service is imported in one file, and rooms stay within their
+budgets."""
 
 import ast
 import functools
@@ -21,7 +22,8 @@ ORDER = [
     "run", "library",  # puts the parts together; train_grpo.py as a function
     "report", "commands", "chat", "merge", "sweep",  # what is run beside training
 ]  # fmt: skip
-"""The rooms of ``grpo`` (a file or folder directly under it): each may import only those before it."""
+"""The rooms of ``grpo`` (a file or folder directly under it): each may import only those before
+it."""
 
 ALONE = {
     "__init__": {"library", "system"},  # library: when `grpo.train` is asked for
@@ -40,8 +42,9 @@ BUDGETS = {
     "telemetry": 4880, "workers": 5020, "rewards": 9400, "model": 4600, "rollout": 8750, "vllm": 4390, "turns": 7110,
     "evaluation": 2500, "checkpoint": 3000, "run": 11460, "library": 1750, "report": 2650, "commands": 5450,
 }  # fmt: skip
-"""Python tokens of each room, without comments, docstrings and line ends: what a reader takes in, however it is laid
-out. A room that outgrows its budget asks first what can leave it; lines are free."""
+"""Python tokens of each room, without comments, docstrings and line ends: what a reader takes in,
+however it is laid out. A room that outgrows its budget asks first what can leave it; lines are
+free."""
 MAX_DENSITY = 8.5
 """Tokens a code line, over a room: one statement, one thought."""
 MAX_WIDTH = 120
@@ -52,19 +55,29 @@ LAYOUT = {
 
 def room_of(path):
     """A room's ``__main__.py`` is a door to ``commands``."""
-    return "commands" if path.name == "__main__.py" else path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    return (
+        "commands"
+        if path.name == "__main__.py"
+        else path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    )
 
 
 def imports(tree, package=""):
-    """``(dotted name, is at module level)`` of everything a module imports; ``package`` is what a leading dot means."""
+    """``(dotted name, is at module level)`` of everything a module imports; ``package`` is what a
+    leading dot means."""
     inside = {
-        id(n) for f in ast.walk(tree) if isinstance(f, ast.FunctionDef | ast.AsyncFunctionDef) for n in ast.walk(f)
+        id(n)
+        for f in ast.walk(tree)
+        if isinstance(f, ast.FunctionDef | ast.AsyncFunctionDef)
+        for n in ast.walk(f)
     }
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            above = (
+                package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            )
             module = ".".join([*above, *filter(None, [node.module])])
             names = [f"{module}.{alias.name}" for alias in node.names]
         else:
@@ -129,7 +142,11 @@ def test_only_the_library_knows_where_the_page_lives():
 
 
 def test_arguments_are_for_the_configuration_alone():
-    users = {room_of(path) for path in FILES if any("grpo.config.arguments" in name for name, _ in imports_of(path))}
+    users = {
+        room_of(path)
+        for path in FILES
+        if any("grpo.config.arguments" in name for name, _ in imports_of(path))
+    }
     assert users == {"config"}
 
 
@@ -138,8 +155,13 @@ def test_only_one_file_knows_of_other_ranks():
     for path in EVERY_FILE:
         tree = parsed(path)
         modules = ("torch.distributed", "torch.nn.parallel")
-        imported = any(is_or_lies_in(name, module) for name, _ in imports_of(path) for module in modules)
-        spelled = any(isinstance(n, ast.Attribute) and ast.unparse(n) == "torch.distributed" for n in ast.walk(tree))
+        imported = any(
+            is_or_lies_in(name, module) for name, _ in imports_of(path) for module in modules
+        )
+        spelled = any(
+            isinstance(n, ast.Attribute) and ast.unparse(n) == "torch.distributed"
+            for n in ast.walk(tree)
+        )
         if imported or spelled:
             users.add(path.relative_to(ROOT).as_posix())
     assert all(user.startswith("grpo/distributed/") for user in users), users
@@ -170,12 +192,15 @@ def test_peft_is_imported_in_one_file_and_when_needed():
         for path in EVERY_FILE
         if 'import_extra("peft"' in path.read_text(encoding="utf-8")
     }
-    imported = {path for path in EVERY_FILE for name, _ in imports_of(path) if is_or_lies_in(name, "peft")}
+    imported = {
+        path for path in EVERY_FILE for name, _ in imports_of(path) if is_or_lies_in(name, "peft")
+    }
     assert users == {"grpo/model/lora.py"} and not imported
 
 
 def weigh(path):
-    """Tokens of a file without comments, docstrings (also those under a name) and line ends, and the lines they are on."""
+    """Tokens of a file without comments, docstrings (also those under a name) and line ends, and
+    the lines they are on."""
     source = path.read_text(encoding="utf-8")
     docstrings = set()
     for node in ast.walk(ast.parse(source)):
@@ -213,7 +238,8 @@ def test_no_circle_between_files_of_a_room(room):
     for module, path in modules.items():
         graph[module] = set()
         for name, _ in imports_of(path):
-            # A name is a module, or something that lies in one: `from grpo.run import steps`, `from grpo.run.steps import x`.
+            # A name is a module, or something that lies in one: `from grpo.run import steps`, `from
+            # grpo.run.steps import x`.
             while name and name not in modules:
                 name = name.rpartition(".")[0]
             if name:
@@ -228,8 +254,13 @@ def test_the_page_is_one_page_and_lines_are_narrow():
     assert page.count("\n") <= 200 and train.strip().count("\n") < 45
     assert max(map(len, page.splitlines())) <= 100
     folders = ("grpo", "benchmarks")
-    for path in [ROOT / "train_grpo.py", *(path for name in folders for path in (ROOT / name).rglob("*.py"))]:
-        wide = [line for line in path.read_text(encoding="utf-8").splitlines() if len(line) > MAX_WIDTH]
+    for path in [
+        ROOT / "train_grpo.py",
+        *(path for name in folders for path in (ROOT / name).rglob("*.py")),
+    ]:
+        wide = [
+            line for line in path.read_text(encoding="utf-8").splitlines() if len(line) > MAX_WIDTH
+        ]
         assert not wide, path
 
 

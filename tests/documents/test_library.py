@@ -50,7 +50,9 @@ def printed_in(folder, *arguments: str) -> str:
 @pytest.mark.slow
 def test_compare_checkpoints(tmp_path):
     shown = printed_in(tmp_path, str(EXAMPLES / "compare_checkpoints.py"))
-    value, low, high = map(float, re.search(r"accuracies: (\S+), 95% interval (\S+) to (\S+)", shown).groups())
+    value, low, high = map(
+        float, re.search(r"accuracies: (\S+), 95% interval (\S+) to (\S+)", shown).groups()
+    )
     assert low < value < high
 
 
@@ -61,6 +63,8 @@ def test_the_code_of_the_document_runs(tmp_path):
         (ROOT / "docs" / "library.md").read_text(),
         re.MULTILINE | re.DOTALL,
     )
-    code = code.replace("configs/", f"{ROOT}/configs/").replace('{"max_steps": 20}', '{"max_steps": 2}')
+    code = code.replace("configs/", f"{ROOT}/configs/").replace(
+        '{"max_steps": 20}', '{"max_steps": 2}'
+    )
     code = code.replace('output_dir="', f'eval={{"max_samples": 8}}, output_dir="{tmp_path}/')
     assert "TrainingResult: 2 steps in" in printed_in(tmp_path, "-c", code)

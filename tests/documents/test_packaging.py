@@ -14,13 +14,22 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
 def test_the_pinned_versions_are_within_the_bounds():
-    bounds = {requirement.name: requirement for requirement in map(Requirement, PROJECT["project"]["dependencies"])}
-    pinned = [Requirement(line) for line in (ROOT / "requirements.txt").read_text().splitlines() if line[0] != "#"]
+    bounds = {
+        requirement.name: requirement
+        for requirement in map(Requirement, PROJECT["project"]["dependencies"])
+    }
+    pinned = [
+        Requirement(line)
+        for line in (ROOT / "requirements.txt").read_text().splitlines()
+        if line[0] != "#"
+    ]
     pins = {pin.name: next(iter(pin.specifier)) for pin in pinned}
     assert pins.keys() == bounds.keys()
     for name, pin in pins.items():
         assert pin.operator == "==", name
-        assert bounds[name].specifier.contains(pin.version), f"{name}: {pin} is outside of {bounds[name]}"
+        assert bounds[name].specifier.contains(pin.version), (
+            f"{name}: {pin} is outside of {bounds[name]}"
+        )
 
 
 def files_of(folder: Path) -> set[Path]:

@@ -1,4 +1,5 @@
-"""The published runs of ``configs/``: the prompt they build, the rewards they give, and two steps of each file."""
+"""The published runs of ``configs/``: the prompt they build, the rewards they give, and two steps
+of each file."""
 
 import hashlib
 import json
@@ -13,7 +14,10 @@ from grpo.model import load_tokenizer
 from grpo.rewards import load_reward
 
 QUESTION = "Ann has 3 bags of 4 pears and eats 2. How many are left?"
-GSM8K_ROW = {"question": QUESTION, "answer": "She has 3*4=<<3*4=12>>12.\nShe keeps 12-2=<<12-2=10>>10.\n#### 1,010"}
+GSM8K_ROW = {
+    "question": QUESTION,
+    "answer": "She has 3*4=<<3*4=12>>12.\nShe keeps 12-2=<<12-2=10>>10.\n#### 1,010",
+}
 MATH_ROWS = [
     {
         "problem": f"What is $\\frac{{{n}}}{{2}} + \\frac{{1}}{{3}}$?",
@@ -44,7 +48,9 @@ def rewards_of(config: Config, texts: list[str], **columns) -> list[float]:
             **function.args,
             **{k: [v] * len(texts) for k, v in columns.items()},
         )
-        totals = [total + function.weight * value for total, value in zip(totals, values, strict=True)]
+        totals = [
+            total + function.weight * value for total, value in zip(totals, values, strict=True)
+        ]
     return [round(total, 6) for total in totals]
 
 
@@ -52,7 +58,11 @@ def prompt_of(config: Config, tmp_path, assets, row: dict) -> tuple[str, dict]:
     """The prompt as the model sees it, and the columns that the rewards see."""
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
     data = config.data.model_copy(
-        update={"dataset": f"{tmp_path}/rows.jsonl", "train_split": "train", "max_prompt_length": 512}
+        update={
+            "dataset": f"{tmp_path}/rows.jsonl",
+            "train_split": "train",
+            "max_prompt_length": 512,
+        }
     )
     tokenizer = load_tokenizer(str(assets / "models/gsm8k-7m"))
     (problem,) = make_problems(load_rows(data, train=True, seed=0), data, tokenizer).problems
@@ -61,7 +71,10 @@ def prompt_of(config: Config, tmp_path, assets, row: dict) -> tuple[str, dict]:
 
 def chat(*turns: tuple[str, str]) -> str:
     """The template of gsm8k-7m, written out."""
-    return "".join(f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in turns) + "<|im_start|>assistant\n"
+    return (
+        "".join(f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in turns)
+        + "<|im_start|>assistant\n"
+    )
 
 
 # --- prompts and rewards
@@ -78,7 +91,10 @@ def test_prompts_of_gsm8k(tmp_path, assets):
         text, _ = prompt_of(config, tmp_path, assets, GSM8K_ROW)
         assert text == chat(("system", config.data.system_prompt), *expected), name
     digest = "2140670d2d5bcd9bafb8d6fd1a54e9ad1728c10a10c22867f1cd52abe301259b"  # of the text in the source's code
-    assert hashlib.sha256(config_of("gsm8k_smollm2_1.7b").data.system_prompt.encode()).hexdigest() == digest
+    assert (
+        hashlib.sha256(config_of("gsm8k_smollm2_1.7b").data.system_prompt.encode()).hexdigest()
+        == digest
+    )
 
 
 LLAMA = "<reasoning>a</reasoning>\n<answer>1,010</answer>"
@@ -145,7 +161,9 @@ REWARDS = [  # configuration, reference answer, completions with their rewards
 ]
 
 
-@pytest.mark.parametrize(("name", "answer", "expected"), REWARDS, ids=[name for name, *_ in REWARDS])
+@pytest.mark.parametrize(
+    ("name", "answer", "expected"), REWARDS, ids=[name for name, *_ in REWARDS]
+)
 def test_rewards(name, answer, expected):
     assert rewards_of(config_of(name), list(expected), answer=answer) == list(expected.values())
 
@@ -153,7 +171,9 @@ def test_rewards(name, answer, expected):
 def test_r1_zero_prompt(tmp_path, assets):
     config = config_of("math_r1_zero")
     text, columns = prompt_of(config, tmp_path, assets, MATH_ROWS[0])
-    assert text.startswith("A conversation between User and Assistant. The User asks a question, and the Assistant")
+    assert text.startswith(
+        "A conversation between User and Assistant. The User asks a question, and the Assistant"
+    )
     assert text.endswith(f"\nUser: {MATH_ROWS[0]['problem']}\nAssistant: <think>")
     assert columns["answer"] == "\\frac{5}{6}", "the last box, with the braces inside it"
     assert config.rollout.stop == ["</answer>"]
@@ -163,20 +183,35 @@ def test_one_token_prompt(tmp_path, assets):
     config = config_of("didactic_one_token")
     row = json.loads((ROOT / config.data.dataset).read_text().splitlines()[0])
     text, columns = prompt_of(config, tmp_path, assets, row)
-    assert text == "Solve y = 2x + 1 for x = 2, y = ", "with its last blank, without a chat template"
+    assert text == "Solve y = 2x + 1 for x = 2, y = ", (
+        "with its last blank, without a chat template"
+    )
     assert columns["answer"] == "5"
 
 
 def test_code_prompt_and_reward(tmp_path, assets):
     c = config_of("code_mbpp")
-    rows = [json.loads(line) for line in (ROOT / "configs/code_mbpp_rows.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (ROOT / "configs/code_mbpp_rows.jsonl").read_text().splitlines()
+    ]
     text, columns = prompt_of(c, tmp_path, assets, rows[0])
-    question = f"{rows[0]['text']}\nYour code must pass these tests:\n" + "\n".join(rows[0]["test_list"])
+    question = f"{rows[0]['text']}\nYour code must pass these tests:\n" + "\n".join(
+        rows[0]["test_list"]
+    )
     assert text == chat(("system", c.data.system_prompt), ("user", question))
-    assert set(columns) == {"task_id", "code", "test_list", "test_setup_code", "challenge_test_list"}, "as MBPP's"
+    assert set(columns) == {
+        "task_id",
+        "code",
+        "test_list",
+        "test_setup_code",
+        "challenge_test_list",
+    }, "as MBPP's"
     code = rows[0]["code"]
     wrong = code.replace("a > b", "a < b")
-    found = rewards_of(c, [f"```python\n{code}\n```", f"```python\n{wrong}\n```", "I cannot."], **rows[0])
+    found = rewards_of(
+        c, [f"```python\n{code}\n```", f"```python\n{wrong}\n```", "I cannot."], **rows[0]
+    )
     assert found == [1.0, 0.0, 0.0]
     for row in rows:
         assert rewards_of(c, [row["code"]], **row) == [1.0], row["text"]
@@ -199,11 +234,17 @@ def two_steps(name: str, tmp_path, assets, *changes: str) -> list[dict]:
         "eval.max_samples=3",
         *changes,
     )
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert "before" in done.stdout and "after" in done.stdout
     assert [line["step"] for line in lines] == [0, 1, 2]
     steps = lines[-2:]
-    assert all(math.isfinite(line.get(name, 0)) for line in steps for name in ("loss", "grad_norm", "reward", "kl"))
+    assert all(
+        math.isfinite(line.get(name, 0))
+        for line in steps
+        for name in ("loss", "grad_norm", "reward", "kl")
+    )
     adapter = "adapter_" * config_of(name).uses_lora
     assert (tmp_path / "run" / "checkpoint-2" / f"{adapter}model.safetensors").exists()
     return lines
@@ -225,7 +266,9 @@ def test_two_steps_on_gsm8k(tmp_path, assets, name, monkeypatch):
         "data.max_eval_samples=3",
     )
     config = config_of(name)
-    assert (config.logging.wandb == "online") == bool(list(tmp_path.glob("run/wandb/offline-run-*")))
+    assert (config.logging.wandb == "online") == bool(
+        list(tmp_path.glob("run/wandb/offline-run-*"))
+    )
     for function in config.reward.functions:
         assert f"rewards/{function.name}/mean" in lines[1]
     assert lines[1]["completions/max_length"] <= 16
@@ -237,9 +280,17 @@ def test_two_steps_on_gsm8k(tmp_path, assets, name, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", [[], ["algorithm.name=grpo", "algorithm.beta=0", "algorithm.num_iterations=2"]])
+@pytest.mark.parametrize(
+    "variant", [[], ["algorithm.name=grpo", "algorithm.beta=0", "algorithm.num_iterations=2"]]
+)
 def test_two_steps_of_r1_zero(tmp_path, assets, variant):
     (tmp_path / "math.jsonl").write_text("".join(json.dumps(row) + "\n" for row in MATH_ROWS))
-    paths = [f"data.dataset={tmp_path}/math.jsonl", "data.train_split=train[:20]", "data.eval_split=train[20:]"]
-    lines = two_steps("math_r1_zero", tmp_path, assets, *paths, *variant, "rollout.num_generations=4")
+    paths = [
+        f"data.dataset={tmp_path}/math.jsonl",
+        "data.train_split=train[:20]",
+        "data.eval_split=train[20:]",
+    ]
+    lines = two_steps(
+        "math_r1_zero", tmp_path, assets, *paths, *variant, "rollout.num_generations=4"
+    )
     assert {"rewards/r1_zero/mean", "rewards/format/mean"} <= lines[1].keys()

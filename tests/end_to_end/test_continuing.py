@@ -1,4 +1,5 @@
-"""What a continued run takes from its checkpoint, and what not: other settings, folders, restarts by torchrun."""
+"""What a continued run takes from its checkpoint, and what not: other settings, folders, restarts
+by torchrun."""
 
 import json
 import os
@@ -37,15 +38,23 @@ def test_accepted_changes_of_the_optimizer_are_the_ones_used(run, tmp_path):
     """Moments stay, all else is the new configuration's: also where in the schedule the run is."""
     first = ["optim.lr_scheduler_type=linear", "optim.max_steps=3"]
     run("run", *first)
-    assert [line["learning_rate"] for line in lines(tmp_path / "run")[1:]] == pytest.approx([1e-3, 2e-3 / 3, 1e-3 / 3])
+    assert [line["learning_rate"] for line in lines(tmp_path / "run")[1:]] == pytest.approx(
+        [1e-3, 2e-3 / 3, 1e-3 / 3]
+    )
     changed = [
         "optim.lr_scheduler_type=linear", "optim.max_steps=6", "optim.learning_rate=6e-3", "optim.weight_decay=0.1",
         "optim.betas=[0.8, 0.95]", "algorithm.num_minibatches=2",
     ]  # fmt: skip
     run("run", *changed, "checkpoint.accept_changes=true")
     # 12 updates in all, the 6 of the first three steps behind it; a step reports the mean of its two.
-    assert [line["learning_rate"] for line in lines(tmp_path / "run")[4:]] == pytest.approx([2.75e-3, 1.75e-3, 0.75e-3])
-    steps = {name: int(t) for name, t in states(tmp_path / "run" / "checkpoint-6").items() if name.endswith("/step")}
+    assert [line["learning_rate"] for line in lines(tmp_path / "run")[4:]] == pytest.approx(
+        [2.75e-3, 1.75e-3, 0.75e-3]
+    )
+    steps = {
+        name: int(t)
+        for name, t in states(tmp_path / "run" / "checkpoint-6").items()
+        if name.endswith("/step")
+    }
     assert set(steps.values()) == {3 + 6}
 
 
@@ -93,7 +102,9 @@ def test_a_branch_in_another_folder_has_its_own_best_and_its_own_wandb_run(run, 
         "checkpoint.accept_changes=true",
     ]
     printed = run("branch", "optim.max_steps=3", *best, *resume)
-    assert f"an earlier run in {tmp_path}/branch was moved to {tmp_path}/branch/previous-1" in printed
+    assert (
+        f"an earlier run in {tmp_path}/branch was moved to {tmp_path}/branch/previous-1" in printed
+    )
     assert [line["step"] for line in lines(tmp_path / "branch")] == [3]
     own = saved("branch/checkpoint-3")
     assert own["best"]["step"] == 3
@@ -115,9 +126,13 @@ def test_a_run_stopped_by_gradients_that_are_not_finite_stops_again_at_once(run,
     for _ in range(2):
         with pytest.raises(SystemExit, match="1"):
             run("run", *options, "checkpoint.save_steps=null")
-        errors += [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
+        errors += [
+            line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")
+        ]
     assert errors[0] == errors[1]
-    assert errors[0].startswith("error: [rank 0] in phase 'update': ValueError: 10 updates in a row had a gradient")
+    assert errors[0].startswith(
+        "error: [rank 0] in phase 'update': ValueError: 10 updates in a row had a gradient"
+    )
     assert lines(tmp_path / "run")[-1]["step"] == 9
 
 
@@ -132,7 +147,10 @@ def test_weights_that_are_not_finite_are_never_a_checkpoint(run, tmp_path, capfd
         )
     error = capfd.readouterr().err
     assert "error: [rank 0] in phase 'save': ValueError: " in error
-    assert "holds values that are not finite: no checkpoint is saved at step 2; lower optim.learning_rate" in error
+    assert (
+        "holds values that are not finite: no checkpoint is saved at step 2; lower optim.learning_rate"
+        in error
+    )
     assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-1"]
 
 
@@ -158,7 +176,9 @@ def test_never_starts_afresh_but_not_when_torchrun_restarts_it(random_model, tmp
     assert "was moved to" in run("two"), "what lies there is not what this torchrun began"
 
 
-def test_another_reward_file_or_model_in_the_same_place_is_refused(run, tmp_path, capfd, random_model):
+def test_another_reward_file_or_model_in_the_same_place_is_refused(
+    run, tmp_path, capfd, random_model
+):
     """The settings name the same files; what these hold is compared too."""
     reward = tmp_path / "mine.py"
     model = tmp_path / "model"
@@ -176,7 +196,9 @@ def test_another_reward_file_or_model_in_the_same_place_is_refused(run, tmp_path
     shutil.rmtree(tmp_path / "run" / "checkpoint-2")  # as if interrupted
     state_file = tmp_path / "run" / "checkpoint-1" / "trainer" / "state.json"
     state = json.loads(state_file.read_text())
-    assert {str(reward), f"{model}/config.json", f"{model}/model.safetensors"} <= state["content"].keys()
+    assert {str(reward), f"{model}/config.json", f"{model}/model.safetensors"} <= state[
+        "content"
+    ].keys()
 
     def changed_files() -> list[str]:
         assert (

@@ -44,7 +44,8 @@ def test_the_calculator_is_learned_and_worth_it(tmp_path):
         ("without", ["tools=[]", "eval.before_training=false"]),
     ):
         output = tmp_path / name
-        # Half of the demo's steps and a fourth of its evaluation: the difference is many times its error.
+        # Half of the demo's steps and a fourth of its evaluation: the difference is many times its
+        # error.
         few = ["optim.max_steps=50", "eval.max_samples=64", "eval.num_samples=4"]
         run_trainer(
             "--config",

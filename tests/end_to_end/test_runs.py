@@ -77,11 +77,16 @@ def test_a_reward_that_scored_nothing_has_no_mean():
     assert metrics["reward_std"] == pytest.approx(1e38), "of 1e38, 2e38 and 3e38, as in TRL"
     for name in ("rewards/none/mean", "rewards/none/std"):
         assert json_safe(metrics)[name] is None
-    assert json_safe(reward_metrics(["none"], values_PGF[..., 1:], values_PGF[..., 1]))["reward"] is None
+    assert (
+        json_safe(reward_metrics(["none"], values_PGF[..., 1:], values_PGF[..., 1]))["reward"]
+        is None
+    )
 
 
 def test_debug_shows_and_checks(tmp_path, random_model):
-    done = run_trainer(*small_run(random_model, tmp_path / "run"), "--debug", "eval.before_training=false")
+    done = run_trainer(
+        *small_run(random_model, tmp_path / "run"), "--debug", "eval.before_training=false"
+    )
     for text in (
         "sequence_ids_BS", "int64", "cpu", "completion 0:", "advantage ", "<|im_start|>user",
         "checked   all values are finite\n",

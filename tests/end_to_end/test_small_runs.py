@@ -1,5 +1,5 @@
-"""Runs that are killed, filled up, poisoned or continued from elsewhere; and settings that must change nothing, or
-exactly one thing."""
+"""Runs that are killed, filled up, poisoned or continued from elsewhere; and settings that must
+change nothing, or exactly one thing."""
 
 import json
 import subprocess
@@ -17,7 +17,8 @@ from grpo.telemetry.samples import read_samples
 
 @pytest.mark.slow
 def test_continued_from_an_earlier_checkpoint_a_run_keeps_what_it_saves(tmp_path, random_model):
-    """The checkpoints after the chosen one, broken or of another branch, do not push out the new ones."""
+    """The checkpoints after the chosen one, broken or of another branch, do not push out the new
+    ones."""
     arguments = [
         *small_run(random_model, tmp_path),
         "checkpoint.save_steps=1",
@@ -49,7 +50,9 @@ def test_a_gradient_that_is_not_finite_leaves_the_weights_alone(tmp_path, random
     done = run_trainer(*small_run(random_model, tmp_path / "run"), *arguments, ranks=2)
     assert done.stdout.count("warning: a gradient is not finite") == 2
     assert_same_weights(random_model, tmp_path / "run" / "checkpoint-2")
-    assert [line["skipped_updates"] for line in lines(tmp_path / "run")] == [1, 1], "updates, not ranks"
+    assert [line["skipped_updates"] for line in lines(tmp_path / "run")] == [1, 1], (
+        "updates, not ranks"
+    )
 
 
 @pytest.mark.slow
@@ -122,7 +125,10 @@ def test_what_a_run_leaves_behind(tmp_path, random_model):
         "completions",
         "checkpoint-5",
     }
-    assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["rollout"]["num_generations"] == 4
+    assert (
+        yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["rollout"]["num_generations"]
+        == 4
+    )
     files = sorted((tmp_path / "run" / "completions").iterdir())
     assert [path.name for path in files] == ["step_000003.parquet", "step_000005.parquet"]
     records = read_samples(files[0])
@@ -132,8 +138,8 @@ def test_what_a_run_leaves_behind(tmp_path, random_model):
 
 @pytest.mark.slow
 def test_a_substitute_that_no_reward_scores_does_not_stop_the_run(tmp_path, random_model):
-    """Dynamic sampling asks for another problem in place of the second group; a reward that fails on that alone is
-    no broken reward."""
+    """Dynamic sampling asks for another problem in place of the second group; a reward that fails
+    on that alone is no broken reward."""
     (tmp_path / "picky.py").write_text(
         "def scores(prompts, completions, **columns):\n"
         "    if len(completions) != 8:\n"
@@ -190,8 +196,8 @@ def digits(completions, completion_ids, log_metric, log_extra, trainer_state, **
 
 @pytest.mark.slow
 def test_rewards_of_a_trl_script_run_unchanged(tmp_path, random_model):
-    """Rewards that index messages, on a text column with a system prompt; what they log arrives, also if one rank
-    alone logs it."""
+    """Rewards that index messages, on a text column with a system prompt; what they log arrives,
+    also if one rank alone logs it."""
     (tmp_path / "mine.py").write_text(TRL_REWARDS)
     rows = [{"question": f"{n}+1=", "answer": str(n + 1)} for n in range(8)]
     for row in rows:
@@ -209,7 +215,9 @@ def test_rewards_of_a_trl_script_run_unchanged(tmp_path, random_model):
     first, second = lines(tmp_path / "run")[1:]
     assert first["rewards/digits/errors"] == 0 == first["rewards/correctness/errors"]
     assert first["logged/tokens_seen_by_reward"] == pytest.approx(first["completions/mean_length"])
-    assert [first["logged/reported_step"], second["logged/reported_step"]] == pytest.approx([2000.0, 2001.0005])
+    assert [first["logged/reported_step"], second["logged/reported_step"]] == pytest.approx(
+        [2000.0, 2001.0005]
+    )
     assert first["logged/loss"] == 7.0 != first["loss"], "a name of the trainer's"
     assert {line.get("logged/on_one_rank") for line in (first, second)} == {7.0, None}
     for record in read_samples(tmp_path / "run" / "completions" / "step_000001.parquet"):
@@ -225,7 +233,8 @@ def test_rewards_of_a_trl_script_run_unchanged(tmp_path, random_model):
 
 @pytest.mark.slow
 def test_the_bare_command_on_two_ranks(tmp_path):
-    """Word for word, without any other argument: the demo. It is stopped after two steps, and saves them."""
+    """Word for word, without any other argument: the demo. It is stopped after two steps, and saves
+    them."""
     for name in ("train_grpo.py", "grpo", "configs"):
         (tmp_path / name).symlink_to(ROOT / name)
     command = [
@@ -234,8 +243,12 @@ def test_the_bare_command_on_two_ranks(tmp_path):
         "train_grpo.py",
     ]
     output = tmp_path / "runs" / "tiny_arithmetic"
-    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as run:
-        while run.poll() is None and (not (output / "metrics.jsonl").exists() or len(lines(output)) < 3):
+    with subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as run:
+        while run.poll() is None and (
+            not (output / "metrics.jsonl").exists() or len(lines(output)) < 3
+        ):
             time.sleep(0.1)
         run.terminate()
         printed = run.stdout.read()

@@ -2,10 +2,10 @@
 
     gradients.py OUTPUT.pt MODEL AGGREGATION,TOKENS_PER_MICROBATCH,PACKED,ROWS ...
 
-PACKED is packed or padded; ROWS is kl (beta 0.1), all (beta 0), skip (beta 0, without the rows of advantage 0), entropy
-(skip, with the policy term of the fifth of the tokens with the highest entropy) or corrected (kl, with the options in
-CORRECTED). ``section.key=value`` among them is a setting of the run.
-"""
+PACKED is packed or padded; ROWS is kl (beta 0.1), all (beta 0), skip (beta 0, without the rows of
+advantage 0), entropy (skip, with the policy term of the fifth of the tokens with the highest
+entropy) or corrected (kl, with the options in CORRECTED). ``section.key=value`` among them is a
+setting of the run."""
 
 import sys
 from dataclasses import replace
@@ -24,19 +24,27 @@ from train_grpo import update, with_old_and_ref_logprobs
 
 P, G = 6, 4
 CORRECTED = dict(
-    objective="sapo", unbiased_kl=True, sampler_correction="sequence_truncate", off_policy_mask_threshold=0.5
+    objective="sapo",
+    unbiased_kl=True,
+    sampler_correction="sequence_truncate",
+    off_policy_mask_threshold=0.5,
 )
 
 
 def fixed_groups() -> list[Group]:
-    """Prompts and completions of uneven length, one completion truncated; the same on every rank."""
+    """Prompts and completions of uneven length, one completion truncated; the same on every
+    rank."""
     rng = torch.Generator().manual_seed(0)
     groups = []
     for p in range(P):
         prompt = tuple(torch.randint(3, 250, (3 + 4 * p,), generator=rng).tolist())
         lengths = torch.randint(1, 16, (G,), generator=rng).tolist()
         completions = tuple(
-            Completion(tuple(torch.randint(3, 250, (n,), generator=rng).tolist()), "", finished=(p, g) != (2, 1))
+            Completion(
+                tuple(torch.randint(3, 250, (n,), generator=rng).tolist()),
+                "",
+                finished=(p, g) != (2, 1),
+            )
             for g, n in enumerate(lengths)
         )
         groups.append(Group(Problem(p, "", prompt), completions))
@@ -53,11 +61,20 @@ def sampled(completion: Completion) -> Completion:
 def main(output: str, model: str, *cuts: str) -> None:
     more = [cut for cut in cuts if "=" in cut]
     cuts = [cut for cut in cuts if "=" not in cut]
-    arguments = [*small_run(model, f"{output}.run"), "algorithm.beta=0.1", "algorithm.num_iterations=2"]
-    arguments += ["algorithm.mask_truncated_completions=true", "optim.max_steps=1", "optim.max_grad_norm=1e9"]
+    arguments = [
+        *small_run(model, f"{output}.run"),
+        "algorithm.beta=0.1",
+        "algorithm.num_iterations=2",
+    ]
+    arguments += [
+        "algorithm.mask_truncated_completions=true",
+        "optim.max_steps=1",
+        "optim.max_grad_norm=1e9",
+    ]
     config = load_config([*arguments, "rollout.max_completion_length=16", *more])
     world = start_world(config.runtime)
-    # Everything in float64, so that rounding cannot hide a difference of method; the reference is unlike the policy.
+    # Everything in float64, so that rounding cannot hide a difference of method; the reference is
+    # unlike the policy.
     torch.set_default_dtype(torch.float64)
     run = prepare(config, world)
     run.learner.ref_scorer.model.double()
@@ -73,7 +90,9 @@ def main(output: str, model: str, *cuts: str) -> None:
                 parameter *= 1.1
         else:  # the reference is the model without its adapter, whose second matrices begin at 0
             for name, parameter in run.learner.policy.adapter.named_parameters():
-                parameter += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name)))
+                parameter += 0.1 * torch.randn(
+                    parameter.shape, generator=torch.Generator().manual_seed(len(name))
+                )
     assert run.learner.bare_scorer.packed and run.learner.ref_scorer.packed
     before = {name: p.detach().clone() for name, p in run.learner.policy.model.named_parameters()}
     results = {}
@@ -83,7 +102,9 @@ def main(output: str, model: str, *cuts: str) -> None:
         algorithm = {"aggregation": aggregation, "beta": beta}
         algorithm["top_entropy_quantile"] = 0.2 if rows == "entropy" else 1.0
         algorithm |= CORRECTED if rows == "corrected" else {}
-        changed = make_config(config, {"algorithm": algorithm, "optim.tokens_per_microbatch": int(tokens)})
+        changed = make_config(
+            config, {"algorithm": algorithm, "optim.tokens_per_microbatch": int(tokens)}
+        )
         for scorer in (
             run.learner.bare_scorer,
             getattr(run.learner.ref_scorer, "scorer", run.learner.ref_scorer),
@@ -102,11 +123,16 @@ def main(output: str, model: str, *cuts: str) -> None:
 
 def rms_norm(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
     """In the dtype of the input; transformers computes it in fp32."""
-    return module.weight * x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + module.variance_epsilon)
+    return (
+        module.weight
+        * x
+        * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + module.variance_epsilon)
+    )
 
 
 def two_updates(run: Run, *, skips: bool) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-    """The change of each weight, and the reported metrics. Of three ranks, one has only groups of equal rewards."""
+    """The change of each weight, and the reported metrics. Of three ranks, one has only groups of
+    equal rewards."""
     world = run.world
     optimizer = torch.optim.SGD(run.learner.policy.model.parameters(), lr=0.05)
     run = replace(run, learner=replace(run.learner, optimizer=optimizer))
@@ -115,8 +141,12 @@ def two_updates(run: Run, *, skips: bool) -> tuple[dict[str, torch.Tensor], dict
     advantages_PG = group_advantages(rewards_PG)
     mine, groups = slice(world.rank, None, world.size), fixed_groups()
     if run.config.algorithm.unbiased_kl:
-        groups = [replace(group, completions=tuple(map(sampled, group.completions))) for group in groups]
-    batch = collate(groups[mine], advantages_PG[mine], pad_id=run.learner.policy.pad_id, mask_truncated=True)
+        groups = [
+            replace(group, completions=tuple(map(sampled, group.completions))) for group in groups
+        ]
+    batch = collate(
+        groups[mine], advantages_PG[mine], pad_id=run.learner.policy.pad_id, mask_truncated=True
+    )
     if skips:
         batch = skip_zero_advantage(batch)
     batch = with_old_and_ref_logprobs(run.learner, batch)
@@ -124,7 +154,9 @@ def two_updates(run: Run, *, skips: bool) -> tuple[dict[str, torch.Tensor], dict
     step = Step(0)
     for _ in range(2):
         update(run.learner, step, batch, is_first_iteration=False)
-    moved = {name: before[name] - p.detach() for name, p in run.learner.policy.model.named_parameters()}
+    moved = {
+        name: before[name] - p.detach() for name, p in run.learner.policy.model.named_parameters()
+    }
     return moved, step.metrics.reduce(world)
 
 

@@ -1,4 +1,5 @@
-"""What must hold for any input, drawn by hypothesis; and a fuzz run of the parsers that read what models write."""
+"""What must hold for any input, drawn by hypothesis; and a fuzz run of the parsers that read what
+models write."""
 
 import itertools
 import random
@@ -11,16 +12,26 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 from grpo.config import PRESETS, Config, load_config
-from grpo.rewards.answers import LONGEST_NUMBER, MODES, answers_equal, extract_answer, has_format, parse_number
+from grpo.rewards.answers import (
+    LONGEST_NUMBER,
+    MODES,
+    answers_equal,
+    extract_answer,
+    has_format,
+    parse_number,
+)
 from grpo.rewards.builtin import accuracy, countdown, evaluate_expression, tag_groups
 
 FUZZ_CASES = 500
 """Texts per part in the quick suite; ten times as many in the slow one."""
 SLOWEST_CASE = 2.0
-"""Seconds of CPU for one text of at most ``LONG`` characters; a pattern that backtracks would take minutes."""
+"""Seconds of CPU for one text of at most ``LONG`` characters; a pattern that backtracks would take
+minutes."""
 LONG = 20_000
 
-properties = settings(max_examples=50, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+properties = settings(
+    max_examples=50, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
 finite = st.floats(1e-8, 1e3)
 printable = st.characters(codec="utf-8", exclude_categories=["C"])
 presets = [name for name in PRESETS if "rein" not in name and name != "rloo"]
@@ -33,7 +44,10 @@ def overrides(draw) -> dict[str, dict]:
         "seed": draw(st.integers(0, 2**63 - 1)),
         "output_dir": draw(st.text(printable, min_size=1)),
         "algorithm": {"name": draw(st.sampled_from(presets)), "beta": draw(st.floats(0, 1))},
-        "rollout": {"temperature": draw(finite), "stop": draw(st.lists(st.text(printable, min_size=1)))},
+        "rollout": {
+            "temperature": draw(finite),
+            "stop": draw(st.lists(st.text(printable, min_size=1))),
+        },
         "optim": {
             "learning_rate": draw(finite),
             "betas": draw(st.tuples(st.floats(0, 0.999), st.floats(0, 0.9999))),
@@ -47,15 +61,22 @@ def overrides(draw) -> dict[str, dict]:
 @settings(properties, max_examples=10)
 @given(values=overrides())
 def test_a_configuration_survives_its_file(tmp_path_factory, values):
-    """Written as a run writes it and read again, it is the same; so are its single keys as overrides."""
+    """Written as a run writes it and read again, it is the same; so are its single keys as
+    overrides."""
     config = Config.model_validate(values)
     path = tmp_path_factory.getbasetemp() / "config.yaml"
     path.write_text(
-        yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True), encoding="utf-8"
+        yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True),
+        encoding="utf-8",
     )
     assert load_config(["--config", str(path)]) == config
-    again = load_config([f"optim.learning_rate={values['optim']['learning_rate']!r}", f"seed={values['seed']}"])
-    assert (again.optim.learning_rate, again.seed) == (values["optim"]["learning_rate"], values["seed"])
+    again = load_config(
+        [f"optim.learning_rate={values['optim']['learning_rate']!r}", f"seed={values['seed']}"]
+    )
+    assert (again.optim.learning_rate, again.seed) == (
+        values["optim"]["learning_rate"],
+        values["seed"],
+    )
 
 
 @seed(0)
@@ -86,7 +107,9 @@ def test_the_answer_between_the_tags_and_no_other(before, inside, after, other):
     assert extract_answer(text + f"<answer>{other}</answer>") is None, "two answers are none"
     assert extract_answer(before + after) is None
     assert has_format(f"<think>{before}</think>\n<answer>{inside}</answer>")
-    assert not has_format(f"<think>{before}</think>\n<answer>{inside}</answer><answer>{other}</answer>")
+    assert not has_format(
+        f"<think>{before}</think>\n<answer>{inside}</answer><answer>{other}</answer>"
+    )
 
 
 PIECES = [
@@ -108,7 +131,8 @@ def random_text(rng: random.Random) -> str:
 
 
 def seconds_to_parse(text: str) -> float:
-    """CPU seconds of all parsers together; no exception but the documented one, an answer of the right type."""
+    """CPU seconds of all parsers together; no exception but the documented one, an answer of the
+    right type."""
     began = time.process_time()
     for mode in MODES:
         answer = extract_answer(text, mode=mode)
@@ -135,14 +159,22 @@ def slowest_of(texts) -> str:
     seconds = [0.0]
     for text in texts:
         seconds.append(seconds_to_parse(text))
-        assert seconds[-1] < SLOWEST_CASE, f"{seconds[-1]:.2f} s for {len(text)} characters: {text[:60]!r}"
+        assert seconds[-1] < SLOWEST_CASE, (
+            f"{seconds[-1]:.2f} s for {len(text)} characters: {text[:60]!r}"
+        )
     return f"{len(seconds) - 1} texts, the slowest {1000 * max(seconds):.1f} ms"
 
 
-@pytest.mark.parametrize("part", [*range(4), *(pytest.param(part, marks=pytest.mark.slow) for part in range(4, 8))])
+@pytest.mark.parametrize(
+    "part", [*range(4), *(pytest.param(part, marks=pytest.mark.slow) for part in range(4, 8))]
+)
 def test_nothing_that_a_model_writes_breaks_or_delays_the_parsers(part):
     rng = random.Random(part)
-    print(slowest_of(random_text(rng)[:3000] for _ in range(FUZZ_CASES if part < 4 else 10 * FUZZ_CASES)))
+    print(
+        slowest_of(
+            random_text(rng)[:3000] for _ in range(FUZZ_CASES if part < 4 else 10 * FUZZ_CASES)
+        )
+    )
 
 
 @pytest.mark.slow
@@ -152,5 +184,7 @@ def test_long_texts_take_no_longer_than_they_are():
     print(slowest_of((tag + piece * LONG)[:LONG] + end for tag, piece, end in parts))
     # As long as a text may be that is read as a number: any power of that length is too long.
     parts = itertools.product(("", "=", "5", "x=", "5 a"), PIECES, ("", "x", "5"))
-    answers = ((start + piece * LONGEST_NUMBER)[: LONGEST_NUMBER - 1] + end for start, piece, end in parts)
+    answers = (
+        (start + piece * LONGEST_NUMBER)[: LONGEST_NUMBER - 1] + end for start, piece, end in parts
+    )
     print(slowest_of(f"<answer>{answer}</answer>" for answer in answers))

@@ -19,7 +19,7 @@ from grpo.evaluation.grading import Grader
 from grpo.rewards.runner import RewardSpec
 from grpo.rollout import BuiltinEngine, SamplingParams
 
-ALONE = World(0, 1, 0, torch.device("cpu"))
+SINGLE_PROCESS = World(0, 1, 0, torch.device("cpu"))
 
 
 def test_pass_at_k_is_the_share_of_subsets_with_a_correct_one():
@@ -39,18 +39,23 @@ def problems_of(policy, count: int) -> list[Problem]:
 
 
 def by_length(groups):
-    """Correct if the completion has an odd number of tokens: as good a rule as any, and easily counted again."""
+    """Correct if the completion has an odd number of tokens: as good a rule as any, and easily
+    counted again."""
 
     def result(completion: Completion) -> CompletionResult:
         n = len(completion.ids)
-        return CompletionResult(n % 2 == 1, n > 2, n > 4, n, not completion.finished, text=completion.text)
+        return CompletionResult(
+            n % 2 == 1, n > 2, n > 4, n, not completion.finished, text=completion.text
+        )
 
     return [list(map(result, group.completions)) for group in groups]
 
 
 def evaluated(policy, count, grade, sampling, **options):
     engine = BuiltinEngine(policy)
-    return evaluate(engine, problems_of(policy, count), grade, ALONE, sampling, seed=0, **options)
+    return evaluate(
+        engine, problems_of(policy, count), grade, SINGLE_PROCESS, sampling, seed=0, **options
+    )
 
 
 def test_counts_are_those_of_the_completions(policy):
@@ -61,8 +66,12 @@ def test_counts_are_those_of_the_completions(policy):
         return by_length(groups)
 
     evaluation = evaluated(policy, 11, grade, SamplingParams(4, 9, temperature=1.0))
-    greedy = {group.problem.index: group.completions for group in seen if len(group.completions) == 1}
-    sampled = {group.problem.index: group.completions for group in seen if len(group.completions) == 4}
+    greedy = {
+        group.problem.index: group.completions for group in seen if len(group.completions) == 1
+    }
+    sampled = {
+        group.problem.index: group.completions for group in seen if len(group.completions) == 4
+    }
     correct = [sum(len(c.ids) % 2 for c in row) for row in sampled.values()]
     assert 0 < sum(correct) < len(greedy) * 4 == 44
     exact = evaluation.estimates["eval/mean@4"]
@@ -70,7 +79,9 @@ def test_counts_are_those_of_the_completions(policy):
     assert evaluation.metrics["eval/pass@4"] == pytest.approx(sum(c > 0 for c in correct) / 11)
     for index, problem in enumerate(evaluation.problems):
         texts = [result.text for result in (problem.greedy, *problem.samples)]
-        assert texts == [c.text for c in greedy[index] + sampled[index]], "in order, whatever was decoded first"
+        assert texts == [c.text for c in greedy[index] + sampled[index]], (
+            "in order, whatever was decoded first"
+        )
 
 
 def test_one_sample_with_the_settings_of_the_configuration(policy):
@@ -78,18 +89,29 @@ def test_one_sample_with_the_settings_of_the_configuration(policy):
     evaluation = {"temperature": 0.7, "top_k": 1, "max_completion_length": 5}
     config = make_config({"eval": evaluation, "rollout": {"max_completion_length": 9}})
     found = evaluated(policy, 7, by_length, eval_sampling(config))
-    assert [p.samples[0].length for p in found.problems] == [p.greedy.length for p in found.problems]
+    assert [p.samples[0].length for p in found.problems] == [
+        p.greedy.length for p in found.problems
+    ]
     assert max(p.greedy.length for p in found.problems) == 5
-    assert found.metrics["eval/mean@1"] == found.metrics["eval/pass@1"] == found.metrics["eval/greedy_accuracy"]
+    assert (
+        found.metrics["eval/mean@1"]
+        == found.metrics["eval/pass@1"]
+        == found.metrics["eval/greedy_accuracy"]
+    )
     assert [*found.metrics] == metric_names(1, [])
     greedy = evaluated(policy, 2, by_length, SamplingParams(1, 9, temperature=0.0))
     assert [*greedy.metrics] == metric_names(0, [])
-    config = make_config({"eval": {"num_samples": 8, "temperature": 1}, "rollout": {"temperature": 0.5, "top_k": 3}})
-    assert eval_sampling(config) == SamplingParams(8, 512, temperature=1.0), "the rollout's filters are not used"
+    config = make_config(
+        {"eval": {"num_samples": 8, "temperature": 1}, "rollout": {"temperature": 0.5, "top_k": 3}}
+    )
+    assert eval_sampling(config) == SamplingParams(8, 512, temperature=1.0), (
+        "the rollout's filters are not used"
+    )
 
 
 def test_neither_the_order_of_problems_nor_the_size_of_a_call_changes_a_count(policy):
-    """Nor a bound on memory. Environments are limited by the completions of a step, and so are the calls."""
+    """Nor a bound on memory. Environments are limited by the completions of a step, and so are the
+    calls."""
     sampling = SamplingParams(4, 9, temperature=1.0)
     found = evaluated(policy, 7, by_length, sampling).metrics
     rows = []
@@ -102,7 +124,7 @@ def test_neither_the_order_of_problems_nor_the_size_of_a_call_changes_a_count(po
     engine.rows_per_call = 6
     backwards = problems_of(policy, 7)[::-1]
     bounded = replace(sampling, tokens_in_flight=40)
-    same = evaluate(engine, backwards, grade, ALONE, bounded, seed=0).metrics
+    same = evaluate(engine, backwards, grade, SINGLE_PROCESS, bounded, seed=0).metrics
     assert rows == [6, 1] + [4] * 7
     assert found == pytest.approx(same, rel=1e-12)
 
@@ -111,7 +133,10 @@ def test_every_metric_of_two_problems_by_hand():
     def result(correct, reward, lenient=False, **changes):
         return CompletionResult(correct, True, lenient, 4, False, {"r": reward}, **changes)
 
-    samples = [[result(True, 1.0), result(False, 0.0)], [result(False, None, scored=False), result(False, 0.5)]]
+    samples = [
+        [result(True, 1.0), result(False, 0.0)],
+        [result(False, None, scored=False), result(False, 0.5)],
+    ]
     found = estimates([result(True, 1.0), result(False, 0.0)], samples)
     values = {name.removeprefix("eval/"): estimate.value for name, estimate in found.items()}
     assert values == {
@@ -121,7 +146,9 @@ def test_every_metric_of_two_problems_by_hand():
     }  # fmt: skip
     assert (found["eval/mean@2"].count, found["eval/mean@2"].of) == (1, 4)
     # No share of what nothing could be compared with.
-    found = estimates([result(True, 1.0, None), result(False, 1.0, True), result(False, 1.0)], [[], [], []])
+    found = estimates(
+        [result(True, 1.0, None), result(False, 1.0, True), result(False, 1.0)], [[], [], []]
+    )
     assert (found["eval/lenient_accuracy"].value, found["eval/lenient_accuracy"].of) == (0.5, 2)
     assert math.isnan(estimates([result(True, 1.0, None)], [[]])["eval/lenient_accuracy"].value)
 
@@ -138,28 +165,40 @@ def test_wilsons_interval():
         ([1.0] * 3 + [0.0] * 7, 1, 10),  # one sample per problem: the plain interval
         ([1.0] * 3 + [0.0] * 7, 8, 10),  # 8 samples say what 1 says
         ([0.5] * 10, 8, 80),  # nothing varies between problems: all 80 count
-        ([0.25] * 5 + [0.75] * 5, 8, 40),  # variance of the mean 0.0625 / 10: effective 0.25 / 0.00625 = 40
+        (
+            [0.25] * 5 + [0.75] * 5,
+            8,
+            40,
+        ),  # variance of the mean 0.0625 / 10: effective 0.25 / 0.00625 = 40
         ([0.0] * 10, 8, 10),  # all wrong: problems may all be alike
         ([0.5], 8, 1),  # one problem says nothing about the others
     ],
 )
-def test_samples_of_a_problem_count_as_one_if_they_are_alike_and_as_more_if_they_differ(values, samples, observations):
+def test_samples_of_a_problem_count_as_one_if_they_are_alike_and_as_more_if_they_differ(
+    values, samples, observations
+):
     rate = sum(values) / len(values)
     assert rate_of(values, samples) == pytest.approx((rate, *wilson(rate, observations)))
 
 
 def test_the_mean_of_unlike_numbers_of_completions():
-    """(1+2+3+4+5) / 5 = 3; problem sums less 3 x their counts: -3, 3, 0; scaled by 3/5; se = sqrt(6.48 / 2 / 3)."""
+    """(1+2+3+4+5) / 5 = 3; problem sums less 3 x their counts: -3, 3, 0; scaled by 3/5; se =
+    sqrt(6.48 / 2 / 3)."""
     estimate = mean_of([[1.0, 2.0], [4.0, 5.0], [3.0]])
     half = 1.959964 * (6.48 / 2 / 3) ** 0.5
-    assert (estimate.value, estimate.low, estimate.high) == pytest.approx((3, 3 - half, 3 + half), abs=1e-5)
+    assert (estimate.value, estimate.low, estimate.high) == pytest.approx(
+        (3, 3 - half, 3 + half), abs=1e-5
+    )
     for rows in ([[16.0]], [[1.0, 2.0]], [[1.0], [], []]):
         estimate = mean_of(rows)
-        assert math.isfinite(estimate.value) and math.isnan(estimate.low) and math.isnan(estimate.high)
+        assert (
+            math.isfinite(estimate.value) and math.isnan(estimate.low) and math.isnan(estimate.high)
+        )
 
 
 def test_the_interval_holds_the_truth_about_95_times_in_100():
-    """40 problems of very different difficulty: each is solved with its own probability, drawn from 0, 0.1, 0.5, 1."""
+    """40 problems of very different difficulty: each is solved with its own probability, drawn from
+    0, 0.1, 0.5, 1."""
     rng = torch.Generator().manual_seed(0)
     difficulty = torch.tensor([0.0, 0.1, 0.5, 1.0])
     truth = difficulty.mean().item()
@@ -177,7 +216,8 @@ def test_the_interval_holds_the_truth_about_95_times_in_100():
 
 
 class Rewards:
-    """In place of a RewardRunner: fixed values by name, one for all completions or a list with one per completion."""
+    """In place of a RewardRunner: fixed values by name, one for all completions or a list with one
+    per completion."""
 
     def __init__(self, mode=None, **values):
         self.names = list(values)
@@ -191,7 +231,9 @@ class Rewards:
 
 def graded(rewards, *texts, config=None, **columns):
     completions = tuple(Completion((1, 2), text, True) for text in texts)
-    (results,) = Grader(config or EvalConfig(), rewards)([Group(Problem(0, "q", (1,), columns), completions)])
+    (results,) = Grader(config or EvalConfig(), rewards)(
+        [Group(Problem(0, "q", (1,), columns), completions)]
+    )
     return results
 
 

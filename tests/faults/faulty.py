@@ -1,20 +1,25 @@
-"""``train_grpo.py`` with a fault: the same program, in which one rank does one thing at one place, for real.
+"""``train_grpo.py`` with a fault: the same program, in which one rank does one thing at one place,
+for real.
 
-GRPO_FAULT="rank=1 step=2 place=rollout do=kill once=/some/file" python faulty.py ARGUMENTS OF train_grpo.py
+GRPO_FAULT="rank=1 step=2 place=rollout do=kill once=/some/file" python faulty.py ARGUMENTS OF
+train_grpo.py
 
 | place | is reached |
 |---|---|
-| rollout, score, eval | before the completions of a step are sampled / are scored / an evaluation samples |
-| forward, backward | in the update: after the first forward / when the gradient reaches the embedding |
+| rollout, score, eval | before the completions of a step are sampled / are scored / an evaluation
+samples |
+| forward, backward | in the update: after the first forward / when the gradient reaches the
+embedding |
 | write | before anything of a checkpoint is on disk |
-| states | before a rank writes the optimizer's tensors of a checkpoint (under FSDP each rank its share) |
+| states | before a rank writes the optimizer's tensors of a checkpoint (under FSDP each rank its
+share) |
 | save | when the files of a checkpoint are written and their folder has not its name yet |
 | line | before a step's line goes to metrics.jsonl |
 
-``do``: kill (SIGKILL), hang, sleep:SECONDS, oom (asks for a pebibyte), nan, full (as on a full disk, the next write to
-the file in question is refused: RLIMIT_FSIZE). With ``once`` it is done by the first that finds no such file.
-GRPO_TRACE=FOLDER: every rank writes the token ids of every step there.
-"""
+``do``: kill (SIGKILL), hang, sleep:SECONDS, oom (asks for a pebibyte), nan, full (as on a full
+disk, the next write to the file in question is refused: RLIMIT_FSIZE). With ``once`` it is done by
+the first that finds no such file. GRPO_TRACE=FOLDER: every rank writes the token ids of every step
+there."""
 
 import json
 import os
@@ -69,7 +74,11 @@ def do() -> None:
     elif what == "full":
         size = 60_000  # of a file of the checkpoint
         if FAULT["place"] == "line":
-            output = next(word.removeprefix("output_dir=") for word in sys.argv if word.startswith("output_dir="))
+            output = next(
+                word.removeprefix("output_dir=")
+                for word in sys.argv
+                if word.startswith("output_dir=")
+            )
             size = Path(output, "metrics.jsonl").stat().st_size
         resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
@@ -106,7 +115,11 @@ original_sync = grpo.system.sync
 
 
 def sync(path):
-    if path.name in ("model.safetensors", "adapter_model.safetensors") and ".partial" in str(path) and due("save"):
+    if (
+        path.name in ("model.safetensors", "adapter_model.safetensors")
+        and ".partial" in str(path)
+        and due("save")
+    ):
         do()
     original_sync(path)
 
@@ -120,7 +133,9 @@ def step(self, metrics, **options):
         try:
             original_step(self, metrics, **options)
         finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+            resource.setrlimit(
+                resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+            )
     else:
         original_step(self, metrics, **options)
 

@@ -22,10 +22,9 @@ FAULTY = ROOT / "tests" / "faults" / "faulty.py"
 class Started:
     """A run under way, whose output goes to a file beside the output folder.
 
-    Args:
-        fault: see ``faulty.py``.
-        launcher: set a launcher's variables also for a single rank.
-        torchrun: a new interpreter, under torchrun with these options if there are several ranks (``processes_of``
+    Args: fault: see ``faulty.py``. launcher: set a launcher's variables also for a single rank.
+        torchrun: a new interpreter, under torchrun with these options if there are several ranks
+        (``processes_of``
             finds such a run's processes). Without it the ranks are forks (see ``processes.py``).
     """
 
@@ -72,7 +71,9 @@ class Started:
             ]
         words += [str(script), *arguments]
         with open(self.log, "ab") as log:
-            self.process = subprocess.Popen(words, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
+            self.process = subprocess.Popen(
+                words, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT
+            )
 
     def text(self) -> str:
         """What the run has printed so far."""
@@ -96,14 +97,16 @@ class Started:
         return {rank: pid for pid, rank in processes_of(self.output).items() if rank is not None}
 
     def kill(self, number: int, rank: int | None = None) -> None:
-        """Send a signal to one rank, or to what was started: torchrun, all forks, or the single process."""
+        """Send a signal to one rank, or to what was started: torchrun, all forks, or the single
+        process."""
         if rank is None:
             self.process.send_signal(number)
         else:
             os.kill(self.ranks()[rank], number)
 
     def end(self, *, timeout: float = 180, patience: float = 20, alone: bool = True) -> int:
-        """The exit code, when all of the run is gone: within ``patience`` seconds of what was started."""
+        """The exit code, when all of the run is gone: within ``patience`` seconds of what was
+        started."""
         try:
             code = self.process.wait(timeout)
             deadline = time.monotonic() + patience
@@ -119,13 +122,18 @@ class Started:
 
 
 def processes_of(output: Path) -> dict[int, int | None]:
-    """Processes that have ``output_dir=output`` on their command line: pid -> rank (None: torchrun)."""
+    """Processes that have ``output_dir=output`` on their command line: pid -> rank (None:
+    torchrun)."""
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # gone meanwhile
             words = (folder / "cmdline").read_bytes().split(b"\0")
             if f"output_dir={output}".encode() in words:
-                variables = dict(v.split(b"=", 1) for v in (folder / "environ").read_bytes().split(b"\0") if b"=" in v)
+                variables = dict(
+                    v.split(b"=", 1)
+                    for v in (folder / "environ").read_bytes().split(b"\0")
+                    if b"=" in v
+                )
                 is_launcher = b"torch.distributed.run" in words
                 found[int(folder.name)] = None if is_launcher else int(variables.get(b"RANK", b"0"))
     return found
@@ -155,28 +163,37 @@ def tiny(model: Path, output: Path, *more: str, steps: int = 6, problems: int = 
 
 
 def bits(output: Path, step: int) -> dict[str, str]:
-    """SHA-256 of the file of weights, and of all tensors of the optimizer and of a reference that moves."""
+    """SHA-256 of the file of weights, and of all tensors of the optimizer and of a reference that
+    moves."""
     folder = output / f"checkpoint-{step}"
     tensors = hashlib.sha256()
     for name, tensor in sorted(states(folder).items()):
         tensors.update(name.encode() + tensor.numpy().tobytes())
-    files = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.glob("*.safetensors")}
+    files = {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in folder.glob("*.safetensors")
+    }
     return files | {"states": tensors.hexdigest()}
 
 
 def mend_manifest(folder: Path) -> None:
     """Make the manifest of a checkpoint that was changed true again."""
-    paths = [path for path in folder.rglob("*") if path.is_file() and path != folder / "manifest.json"]
+    paths = [
+        path for path in folder.rglob("*") if path.is_file() and path != folder / "manifest.json"
+    ]
     data = {str(path.relative_to(folder)): path.read_bytes() for path in paths}
     files = {name: hashlib.sha256(text).hexdigest() for name, text in data.items()}
     (folder / "manifest.json").write_text(json.dumps({"files": files}))
 
 
 def assert_same_run(one: Path, other: Path, steps: int) -> None:
-    """Tolerance 0: every metric of every step, the completions written, the final weights and optimizer."""
+    """Tolerance 0: every metric of every step, the completions written, the final weights and
+    optimizer."""
     assert lines(one) == lines(other)
     assert bits(one, steps) == bits(other, steps)
     names = sorted(path.name for path in (one / "completions").iterdir())
     assert names == sorted(path.name for path in (other / "completions").iterdir())
     for name in names:
-        assert read_samples(one / "completions" / name) == read_samples(other / "completions" / name), name
+        assert read_samples(one / "completions" / name) == read_samples(
+            other / "completions" / name
+        ), name

@@ -1,15 +1,15 @@
-"""Kill runs at random until they are done, and compare what they leave with a run that nothing happened to.
+"""Kill runs at random until they are done, and compare what they leave with a run that nothing
+happened to.
 
     python tests/faults/soak.py --kills 100
 
-A run is hurt again and again, each time at a random moment (one in five while it starts or resumes), then started by
-the same command, until it is done: ``kill -9`` of one rank, of all ranks, or of torchrun alone; SIGTERM to one rank or
-to torchrun.
+A run is hurt again and again, each time at a random moment (one in five while it starts or
+resumes), then started by the same command, until it is done: ``kill -9`` of one rank, of all ranks,
+or of torchrun alone; SIGTERM to one rank or to torchrun.
 
-Then every metric of every step, the completions, and the SHA-256 of weights and optimizer must be those of the
-uninterrupted run on as many ranks. The runs save every step, so a kill may cost the step that was under way: more is
-counted as lost. Exit code 1 if anything differs or is lost.
-"""
+Then every metric of every step, the completions, and the SHA-256 of weights and optimizer must be
+those of the uninterrupted run on as many ranks. The runs save every step, so a kill may cost the
+step that was under way: more is counted as lost. Exit code 1 if anything differs or is lost."""
 
 import argparse
 import collections
@@ -127,7 +127,8 @@ def soak_one(
             raise AssertionError(f"failed by itself with code {code}:\n{printed[-3000:]}")
         count["kills"] += 1
         count[how] += 1
-        # The line of a step is written just before its checkpoint, so the step under way may be lost.
+        # The line of a step is written just before its checkpoint, so the step under way may be
+        # lost.
         done = steps_done(output)
         least = max(done - 1, 0)
         print(f"{output.name} ({ranks} ranks) {how:20} at step {done:2}", flush=True)

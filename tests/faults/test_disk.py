@@ -1,4 +1,5 @@
-"""Disks that fill up, folders that go away, checkpoints that are damaged: what was saved before stands."""
+"""Disks that fill up, folders that go away, checkpoints that are damaged: what was saved before
+stands."""
 
 import json
 import os
@@ -31,7 +32,8 @@ def straight(tmp_path_factory, random_model):
 
 @pytest.fixture
 def full_after():
-    """Files can grow to so many bytes and no further, as on a full disk (the kernel refuses the write)."""
+    """Files can grow to so many bytes and no further, as on a full disk (the kernel refuses the
+    write)."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -48,7 +50,8 @@ def test_a_full_disk_is_found_before_the_first_step(capsys, tmp_path, random_mod
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_disk_full_during_a_save(tmp_path, random_model, straight, ranks):
-    """The disk fills in the third step: the checkpoints before stand; with room again the same command goes on."""
+    """The disk fills in the third step: the checkpoints before stand; with room again the same
+    command goes on."""
     output = tmp_path / "run"
     arguments = tiny(random_model, output, "checkpoint.save_steps=1")
     started = Started(output, arguments, ranks=ranks, fault="rank=0 step=2 place=write do=full")
@@ -65,7 +68,8 @@ def test_disk_full_during_a_save(tmp_path, random_model, straight, ranks):
 
 @pytest.mark.slow
 def test_disk_full_in_the_metrics_file(tmp_path, random_model, straight):
-    """The line of step 3 does not fit: its state is saved (there is room for that), and the line is written later."""
+    """The line of step 3 does not fit: its state is saved (there is room for that), and the line is
+    written later."""
     output = tmp_path / "run"
     arguments = tiny(random_model, output, "checkpoint.save_steps=2")
     started = Started(output, arguments, fault="step=2 place=line do=full")
@@ -93,11 +97,15 @@ def test_the_folder_vanishes(tmp_path, random_model, straight):
     assert "note: saved checkpoint-3" in started.text(), "in a new folder of that name"
     run(output, tiny(random_model, output))
     assert bits(output, STEPS) == bits(straight, STEPS)
-    assert lines(output) == lines(straight)[3:], "the metrics of the first steps went with the folder"
+    assert lines(output) == lines(straight)[3:], (
+        "the metrics of the first steps went with the folder"
+    )
 
 
 @pytest.mark.parametrize("how", ["flipped", pytest.param("cut", marks=pytest.mark.slow)])
-def test_a_damaged_newest_checkpoint_costs_its_steps_only(capsys, tmp_path, random_model, straight, how):
+def test_a_damaged_newest_checkpoint_costs_its_steps_only(
+    capsys, tmp_path, random_model, straight, how
+):
     output = tmp_path / "run"
     saves = ["checkpoint.save_steps=1", "checkpoint.keep=3"]
     assert inside(output, random_model, *saves) == 0
@@ -117,7 +125,8 @@ def test_a_damaged_newest_checkpoint_costs_its_steps_only(capsys, tmp_path, rand
 
 @pytest.mark.slow
 def test_what_a_power_cut_leaves_in_other_files_stops_nothing(tmp_path, random_model):
-    """Lines that are no text, no JSON, no step; completions that are no parquet, which wandb's table would have."""
+    """Lines that are no text, no JSON, no step; completions that are no parquet, which wandb's
+    table would have."""
     saves = ["checkpoint.save_steps=1", "checkpoint.keep=9"]
     assert inside(tmp_path / "whole", random_model, *saves) == 0
     output = Path(shutil.copytree(tmp_path / "whole", tmp_path / "run"))
@@ -132,7 +141,8 @@ def test_what_a_power_cut_leaves_in_other_files_stops_nothing(tmp_path, random_m
 
 @pytest.mark.slow
 def test_best_by_an_evaluation_is_kept(tmp_path, random_model):
-    """Evaluated every step; whatever comes later, the best one's folder stays, also over a restart."""
+    """Evaluated every step; whatever comes later, the best one's folder stays, also over a
+    restart."""
     output = tmp_path / "run"
     options = ["eval.every=1", "checkpoint.keep_best=eval/mean_length", "checkpoint.keep=1"]
     options += [

@@ -1,7 +1,8 @@
-"""Saved at a step and continued there, a run is the uninterrupted one: tolerance 0, whatever it is made of.
+"""Saved at a step and continued there, a run is the uninterrupted one: tolerance 0, whatever it is
+made of.
 
-One rank runs in this process (a run of a second); several ranks, and a process killed for real, under torchrun.
-"""
+One rank runs in this process (a run of a second); several ranks, and a process killed for real,
+under torchrun."""
 
 import json
 import shutil
@@ -119,7 +120,9 @@ def without(item: str, folder) -> None:
             if name.startswith("optimizer/") and name.endswith(f"/{item}"):
                 tensor.zero_()
     elif item == "reference":
-        saved = {name: tensor for name, tensor in saved.items() if not name.startswith("reference/")}
+        saved = {
+            name: tensor for name, tensor in saved.items() if not name.startswith("reference/")
+        }
     elif item == "weights":
         weights = load_file(folder / "model.safetensors")
         name = sorted(weights)[0]
@@ -130,7 +133,7 @@ def without(item: str, folder) -> None:
     elif item == "num_tokens":
         state["num_tokens"] = 0
     shutil.rmtree(trainer / "states")
-    save_tensors(saved, trainer / "states", is_alone=True)
+    save_tensors(saved, trainer / "states", is_single_process=True)
     (trainer / "state.json").write_text(json.dumps(state))
     mend_manifest(folder)
 
@@ -159,7 +162,8 @@ def test_removing_any_saved_item_changes_the_run(tmp_path, random_model, whole, 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_several_ranks(tmp_path, random_model, ranks):
-    """Two uninterrupted runs; continued at the end of the first epoch and in the second; token ids of every rank."""
+    """Two uninterrupted runs; continued at the end of the first epoch and in the second; token ids
+    of every rank."""
     outputs = [tmp_path / name for name in ("whole", "again", "resumed-4", "resumed-5")]
     traces = []
     for output in outputs:
@@ -173,7 +177,9 @@ def test_several_ranks(tmp_path, random_model, ranks):
             ranks=ranks,
             env=env,
         )
-        traces.append({path.name: path.read_text() for path in (tmp_path / f"{output.name}.trace").iterdir()})
+        traces.append(
+            {path.name: path.read_text() for path in (tmp_path / f"{output.name}.trace").iterdir()}
+        )
     assert len(traces[0]) == STEPS * ranks
     for output, trace in zip(outputs[1:], traces[1:], strict=True):
         assert_same_run(outputs[0], output, STEPS)

@@ -1,4 +1,5 @@
-"""Ranks that die, hang, run out of memory or see NaN: the others do not hang, and no more than a step is lost."""
+"""Ranks that die, hang, run out of memory or see NaN: the others do not hang, and no more than a
+step is lost."""
 
 import json
 import signal
@@ -34,8 +35,12 @@ def test_torchrun_restarts_a_killed_rank(tmp_path, random_model, straight):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ["rank=1 step=3 place=rollout do=kill", "rank=0 step=3 place=backward do=kill"])
-def test_a_killed_rank_ends_the_run_and_the_same_command_continues(tmp_path, random_model, straight, fault):
+@pytest.mark.parametrize(
+    "fault", ["rank=1 step=3 place=rollout do=kill", "rank=0 step=3 place=backward do=kill"]
+)
+def test_a_killed_rank_ends_the_run_and_the_same_command_continues(
+    tmp_path, random_model, straight, fault
+):
     output = tmp_path / "run"
     arguments = tiny(random_model, output, *SAVES)
     started = Started(output, arguments, ranks=2, fault=f"{fault} once={tmp_path}/once")
@@ -75,7 +80,9 @@ def test_a_rank_that_hangs(tmp_path, random_model, straight, place):
     started.wait_for("FAULT")
     assert started.end() == 1
     printed = started.text()
-    if place == "rollout":  # a rollout may be broken off: torchrun's SIGTERM wakes the rank that hung
+    if (
+        place == "rollout"
+    ):  # a rollout may be broken off: torchrun's SIGTERM wakes the rank that hung
         assert "error: [rank 1] in phase 'rollout': RuntimeError: " in printed
         assert "error: [rank 0] in phase 'after reward': RuntimeError: " in printed, "at the vote"
     else:  # torchrun's SIGKILL ends the other rank

@@ -1,4 +1,5 @@
-"""The reader of the output goes away: a closed terminal, a closed pipe, streams that are closed from the start."""
+"""The reader of the output goes away: a closed terminal, a closed pipe, streams that are closed
+from the start."""
 
 import os
 import pty
@@ -34,8 +35,8 @@ def read_until(master: int, text: bytes) -> None:
 
 @pytest.mark.parametrize("what", ["SIGHUP", "error"])
 def test_a_closed_terminal_costs_the_current_step_only(tmp_path, random_model, what):
-    """Every write to a closed terminal is an EIO error; what ends the run is a signal, or an error that cannot be
-    printed."""
+    """Every write to a closed terminal is an EIO error; what ends the run is a signal, or an error
+    that cannot be printed."""
     reward = tmp_path / "later.py"
     output = tmp_path / "run"
     reward.write_text(FAILS_LATER)
@@ -74,8 +75,8 @@ def test_a_closed_terminal_costs_the_current_step_only(tmp_path, random_model, w
 
 PRINTS = """
 import os, sys
-from grpo.system import survive_lost_readers
-survive_lost_readers()
+from grpo.system import ignore_broken_pipes
+ignore_broken_pipes()
 with open(sys.argv[1], "w") as file:
     for number in range(3000):
         print("a line of output")
@@ -86,7 +87,8 @@ with open(sys.argv[1], "w") as file:
 
 @pytest.mark.parametrize("streams", ["| head -1", "2>&1 | head -1", "<&- >&- 2>&-"])
 def test_output_that_nobody_reads_is_no_error(tmp_path, streams):
-    """A file opened after the start never gets the number of a standard stream, whose text would end in that file."""
+    """A file opened after the start never gets the number of a standard stream, whose text would
+    end in that file."""
     shell = f'{{ "$@"; echo $? > {tmp_path}/code; }} {streams}'
     words = [
         "bash",

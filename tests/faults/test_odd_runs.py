@@ -1,5 +1,5 @@
-"""Runs in which nothing can be learnt, rewards misbehave, services go away or the clock does: they go on, and say
-so."""
+"""Runs in which nothing can be learnt, rewards misbehave, services go away or the clock does: they
+go on, and say so."""
 
 from pathlib import Path
 
@@ -18,8 +18,8 @@ def inside(arguments) -> int:
 
 
 def test_equal_groups_for_many_steps_move_nothing_but_weight_decay(capsys, tmp_path, random_model):
-    """Adam's step is exactly 0; each matrix shrinks by the factor 1 - lr * decay a step, norms stay. The hint is given
-    at the third step and in the verdict."""
+    """Adam's step is exactly 0; each matrix shrinks by the factor 1 - lr * decay a step, norms
+    stay. The hint is given at the third step and in the verdict."""
     steps = 6
     lr = 1e-3
     decay = 0.1
@@ -91,7 +91,8 @@ def test_empty_completions(tmp_path):
 
 
 def with_logit_of_eos(weight: float, folder: Path) -> Path:
-    """The random model, whose logit of EOS has the sign of ``weight`` and is far from the others, which are 0."""
+    """The random model, whose logit of EOS has the sign of ``weight`` and is far from the others,
+    which are 0."""
     model = load(save_random_model(folder)).model
     with torch.no_grad():
         model.model.norm.weight.zero_()
@@ -131,7 +132,8 @@ def prints_megabytes(prompts, completions, **columns):
 
 @pytest.mark.slow
 def test_rewards_that_hang_kill_their_worker_and_print_megabytes(tmp_path, random_model):
-    """All at once, on two ranks: the rows concerned score None and are counted; the others teach."""
+    """All at once, on two ranks: the rows concerned score None and are counted; the others
+    teach."""
     (tmp_path / "bad.py").write_text(BAD_REWARDS)
     names = ["hangs_on_one", "kills_its_worker", "prints_megabytes"]
     functions = ", ".join(f"'{tmp_path}/bad.py:{name}'" for name in names)

@@ -32,7 +32,8 @@ def poison_description(states, thing) -> None:
 
 
 def poison_entry(states, thing) -> None:
-    """As ``torch.distributed.checkpoint`` writes what is no tensor: the description of the files is sound."""
+    """As ``torch.distributed.checkpoint`` writes what is no tensor: the description of the files is
+    sound."""
     shutil.rmtree(states)
     dcp.save({"optimizer/model.norm.weight/step": thing}, checkpoint_id=states, no_dist=True)
 
@@ -78,7 +79,9 @@ def test_code_beside_a_model_is_not_run_unless_asked(tmp_path, random_model):
     """In a process of its own: transformers may ask on standard input whether to run it."""
     model = tmp_path / "model"
     shutil.copytree(random_model, model)
-    (model / "evil.py").write_text(f"import os\nos.mkdir({str(tmp_path / 'poisoned')!r})\nclass Evil: pass\n")
+    (model / "evil.py").write_text(
+        f"import os\nos.mkdir({str(tmp_path / 'poisoned')!r})\nclass Evil: pass\n"
+    )
     config = json.loads((model / "config.json").read_text())
     config |= {
         "model_type": "evil",

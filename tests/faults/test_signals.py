@@ -1,4 +1,5 @@
-"""Asked to stop: all ranks agree, the newest whole state is kept, the same command ends with the same bits."""
+"""Asked to stop: all ranks agree, the newest whole state is kept, the same command ends with the
+same bits."""
 
 import re
 import signal
@@ -50,7 +51,8 @@ PLACES = {
     # 3: the rank that gets the signal waits in a vote, which ends the rollout on both before it is noticed. 2: it was
     # slow, and got the signal before it reached the vote.
     "reward": ("rank=0 place=score step=2 do=sleep:4 once={once}", (2, 3)),
-    # A sleep in the backward stands for a long update: it is brought to its end, then the whole step is there.
+    # A sleep in the backward stands for a long update: it is brought to its end, then the whole
+    # step is there.
     "update": ("rank=1 place=backward step=2 do=sleep:4 once={once}", (3,)),
     "evaluation": ("rank=1 place=eval step=2 do=sleep:4 once={once}", (3,)),
 }
@@ -83,14 +85,19 @@ def test_two_ranks_stop_together(tmp_path, random_model, uninterrupted, place, t
     assert int(stopped_at[0]) in steps
     if to != "torchrun":
         # A rank that has finished may get the launcher's SIGTERM as well, while it exits.
-        assert {128 + signal.SIGTERM} <= set(started.process.codes) <= {128 + signal.SIGTERM, -signal.SIGTERM}
+        assert (
+            {128 + signal.SIGTERM}
+            <= set(started.process.codes)
+            <= {128 + signal.SIGTERM, -signal.SIGTERM}
+        )
     assert "forcefully exiting" not in printed, "within torchrun's 30 seconds of grace"
     continued(uninterrupted, random_model, output, ranks=2, from_step=int(stopped_at[0]))
 
 
 @pytest.mark.slow
 def test_ctrl_c_reaches_ranks_twice_and_counts_once(tmp_path, random_model, uninterrupted):
-    """A terminal sends SIGINT to all processes of the group, and torchrun passes it on once more."""
+    """A terminal sends SIGINT to all processes of the group, and torchrun passes it on once
+    more."""
     output = tmp_path / "run"
     started = Started(
         output,
@@ -109,7 +116,8 @@ def test_ctrl_c_reaches_ranks_twice_and_counts_once(tmp_path, random_model, unin
 
 @pytest.mark.slow
 def test_a_second_signal_ends_the_run_at_once(tmp_path, random_model, uninterrupted):
-    """The first cannot be followed (one rank sleeps inside the update, the other waits for it in a collective)."""
+    """The first cannot be followed (one rank sleeps inside the update, the other waits for it in a
+    collective)."""
     output = tmp_path / "run"
     started = Started(
         output,

@@ -18,7 +18,9 @@ def test_four_kills_of_the_soak():
         "1",
         "2",
     ]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=900, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, timeout=900, check=False
+    )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     counted = dict(line.rsplit(maxsplit=1) for line in done.stdout.splitlines()[-10:])
     assert int(counted["kills"]) >= 4

@@ -1,4 +1,5 @@
-"""Runs that sample with real vLLM servers, which they start; and kills of either process at any moment."""
+"""Runs that sample with real vLLM servers, which they start; and kills of either process at any
+moment."""
 
 import json
 import os
@@ -103,7 +104,9 @@ def check(output: Path) -> None:
     wait_until_gone(output)
 
 
-def test_a_run_of_an_adapter_is_killed_and_continued_and_its_checkpoint_evaluated_with_both_engines(assets, folder):
+def test_a_run_of_an_adapter_is_killed_and_continued_and_its_checkpoint_evaluated_with_both_engines(
+    assets, folder
+):
     output = folder / "killed"
     arguments = settings(assets, output, "lora.rank=4", "optim.learning_rate=1e-3")
     first = Started(output, arguments)
@@ -117,7 +120,9 @@ def test_a_run_of_an_adapter_is_killed_and_continued_and_its_checkpoint_evaluate
     assert list((folder / "weights").iterdir()) == []
 
     command = ["--model", str(output / "checkpoint-3"), "runtime.threads_per_rank=1"]
-    tables = {name: evaluated(command, name, folder / f"{name}.json") for name in ("builtin", "vllm")}
+    tables = {
+        name: evaluated(command, name, folder / f"{name}.json") for name in ("builtin", "vllm")
+    }
     assert tables["vllm"] == tables["builtin"]
 
 

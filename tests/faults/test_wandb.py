@@ -1,4 +1,5 @@
-"""wandb online in a whole run: a server that is or falls ill costs bounded time, and nothing of the run."""
+"""wandb online in a whole run: a server that is or falls ill costs bounded time, and nothing of the
+run."""
 
 import os
 import signal
@@ -101,7 +102,8 @@ def test_a_server_that_fails_during_the_run(tmp_path, random_model, without, moo
 
 @pytest.mark.slow
 def test_stopped_while_the_server_does_not_answer(tmp_path, random_model, without):
-    """The state is on disk within torchrun's grace, before wandb is waited for; then the same command goes on."""
+    """The state is on disk within torchrun's grace, before wandb is waited for; then the same
+    command goes on."""
     output = tmp_path / "run"
     with online("well", random_model, output, ranks=2) as (server, started):
         started.wait_for(f"\nstep 2/{STEPS}")

@@ -1,4 +1,5 @@
-"""``grpo.train`` in this process: what it takes, what it returns, what it leaves behind, and failures."""
+"""``grpo.train`` in this process: what it takes, what it returns, what it leaves behind, and
+failures."""
 
 import asyncio
 import functools
@@ -50,7 +51,9 @@ def settings(model: Path, output: Path, steps: int = 2, **more) -> dict:
 
 def share_of(characters: str):
     def share(completions, **columns):
-        return [FACTOR * sum(c in characters for c in text) / max(len(text), 1) for text in completions]
+        return [
+            FACTOR * sum(c in characters for c in text) / max(len(text), 1) for text in completions
+        ]
 
     return share
 
@@ -71,7 +74,9 @@ class WithGenerator:
 
 
 def process_state():
-    handlers = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)]
+    handlers = [
+        signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+    ]
     deterministic = torch.are_deterministic_algorithms_enabled()
     return (
         handlers,
@@ -89,8 +94,8 @@ def children() -> set[str]:
 
 @pytest.mark.slow
 def test_objects_names_and_a_second_call(random_model, tmp_path, capsys):
-    """A closure, a lambda, a function of a module, a builtin and an object that cannot be pickled; then the same
-    call again, and others."""
+    """A closure, a lambda, a function of a module, a builtin and an object that cannot be pickled;
+    then the same call again, and others."""
 
     async def a_little_later(completions, **columns):
         return [1.0 for _ in completions]
@@ -106,7 +111,9 @@ def test_objects_names_and_a_second_call(random_model, tmp_path, capsys):
         here,
         a_little_later,
     ]
-    options = settings(random_model, tmp_path / "run", runtime={"precision": "fp32", "deterministic": True})
+    options = settings(
+        random_model, tmp_path / "run", runtime={"precision": "fp32", "deterministic": True}
+    )
     with torch.no_grad():
         result = train(options, reward_functions=rewards, dataset=ROWS, eval_dataset=ROWS[:3])
     assert set(here.seen) == {os.getpid()}
@@ -152,8 +159,11 @@ def test_objects_names_and_a_second_call(random_model, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_the_run_is_that_of_the_command_and_other_commands_say_what_they_lack(random_model, tmp_path, capsys):
-    """The same bits as from a file with the same rows; evaluation and report on a folder that names Python objects."""
+def test_the_run_is_that_of_the_command_and_other_commands_say_what_they_lack(
+    random_model, tmp_path, capsys
+):
+    """The same bits as from a file with the same rows; evaluation and report on a folder that names
+    Python objects."""
     rows = tmp_path / "rows.jsonl"
     pandas.DataFrame(ROWS).to_json(rows, orient="records", lines=True)
     reward = share_of("0123456789")
@@ -167,7 +177,10 @@ def test_the_run_is_that_of_the_command_and_other_commands_say_what_they_lack(ra
     capsys.readouterr()
     configuration = ["--config", str(folder / "config.yaml")]
     assert evaluate([*configuration, f"data.eval_dataset={rows}"]) == 2
-    assert "error: reward 'python:share' was an object passed to grpo.train()" in capsys.readouterr().err
+    assert (
+        "error: reward 'python:share' was an object passed to grpo.train()"
+        in capsys.readouterr().err
+    )
     assert evaluate([*configuration, "reward.functions=[accuracy]", "data.eval_split=test"]) == 2
     assert "stands for rows passed to grpo.train()" in capsys.readouterr().err
     assert report([str(folder), "--output", str(tmp_path / "report.html")]) == 0
@@ -281,8 +294,8 @@ def test_a_second_interrupt_ends_an_update_but_not_the_process(monkeypatch):
 
 
 def test_function_objects_run_in_workers_that_can_be_killed(tmp_path):
-    """What hangs is killed; constants, modules, helpers and classes of the same module go along; an async object
-    here has a time limit."""
+    """What hangs is killed; constants, modules, helpers and classes of the same module go along; an
+    async object here has a time limit."""
     generator = (i for i in range(9))
 
     def hangs(completions, **columns):
@@ -299,7 +312,9 @@ def test_function_objects_run_in_workers_that_can_be_killed(tmp_path):
         "share": share_of("1"),
         "partial": partial,
     }
-    specs = [RewardSpec(f"python:{name}", function=function) for name, function in functions.items()]
+    specs = [
+        RewardSpec(f"python:{name}", function=function) for name, function in functions.items()
+    ]
     with RewardRunner(specs, timeout_s=0.5) as runner:
         result = runner.score(["p"], ["1a"], {})
     assert result.values == [[None, None, 0.25, 1.0]]
@@ -366,13 +381,18 @@ def test_two_ranks_and_one_of_a_script_in_another_folder(random_model, tmp_path)
         assert done.returncode == 0, done.stderr[-3000:]
         assert done.stdout.count("result 2 2") == 2 * ranks, done.stdout
     for seed in "01":
-        rewards = [[line["reward"] for line in lines(tmp_path / f"ranks{n}" / seed)] for n in (1, 2)]
+        rewards = [
+            [line["reward"] for line in lines(tmp_path / f"ranks{n}" / seed)] for n in (1, 2)
+        ]
         assert rewards[0] == pytest.approx(rewards[1], abs=1e-4)
 
 
 @pytest.mark.parametrize("name", ["train_grpo.py", "train_grpo"])
-def test_a_copy_of_the_page_or_a_folder_beside_the_program_is_refused(name, random_model, tmp_path, monkeypatch):
-    """Which of two pages runs must not depend on the folder. Only a folder that Python finds before is one."""
+def test_a_copy_of_the_page_or_a_folder_beside_the_program_is_refused(
+    name, random_model, tmp_path, monkeypatch
+):
+    """Which of two pages runs must not depend on the folder. Only a folder that Python finds before
+    is one."""
     other = tmp_path / name
     if name.endswith(".py"):
         other.write_bytes(PAGE.read_bytes())
@@ -398,7 +418,8 @@ def test_a_copy_of_the_page_or_a_folder_beside_the_program_is_refused(name, rand
 
 
 def test_a_second_run_in_a_thread_is_refused(tmp_path, random_model):
-    """Both would draw from the generators of the process, and each would have other bits than alone."""
+    """Both would draw from the generators of the process, and each would have other bits than
+    alone."""
     from grpo.library import RUNNING
 
     with RUNNING, pytest.raises(ValueError, match="is running in this process"):

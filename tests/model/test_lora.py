@@ -1,4 +1,5 @@
-"""LoRA: scoring, sampling, reference, update and files, against peft's own forward pass and float64 computations."""
+"""LoRA: scoring, sampling, reference, update and files, against peft's own forward pass and float64
+computations."""
 
 import peft
 import pytest
@@ -88,19 +89,26 @@ def scored(policy, scorer, batch):
 
 
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
-def test_scoring_equals_the_forward_pass_of_peft_and_of_the_merged_model(random_model, tmp_path, packed):
+def test_scoring_equals_the_forward_pass_of_peft_and_of_the_merged_model(
+    random_model, tmp_path, packed
+):
     policy = adapted(random_model, packed=packed)
     groups, batch = a_batch()
     folder, merged = tmp_path / "adapter", tmp_path / "merged"
     folder.mkdir()
     save_weights(policy.adapter, policy.adapter.state_dict(), folder)
-    theirs = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(random_model), folder)
+    theirs = peft.PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(random_model), folder
+    )
     base = AutoModelForCausalLM.from_pretrained(random_model)
     found = scored(policy, CompletionScorer(policy.model), batch)
     again = load(random_model)
     read_adapter(again, str(folder), base="")
     written = adapter_parameters(policy.model)
-    assert all(torch.equal(tensor, written[name]) for name, tensor in adapter_parameters(again.model).items())
+    assert all(
+        torch.equal(tensor, written[name])
+        for name, tensor in adapter_parameters(again.model).items()
+    )
 
     write_merged(folder, merged)
     whole = AutoModelForCausalLM.from_pretrained(merged)
@@ -156,13 +164,27 @@ def test_rollouts_follow_the_adapter_and_have_the_log_probs_of_scoring(random_mo
         for group in groups:
             completions.append([completion.ids for completion in group.completions])
     assert completions[:2] != completions[2:]
-    assert all(torch.equal(p, base[name]) for name, p in policy.model.named_parameters() if "lora_B" not in name)
+    assert all(
+        torch.equal(p, base[name])
+        for name, p in policy.model.named_parameters()
+        if "lora_B" not in name
+    )
 
 
 def test_an_update_equals_one_in_float64(random_model, tmp_path):
-    """Gradients of both matrices by autograd through ``W + scale * B @ A`` of the plain model, then AdamW by hand."""
-    arguments = [*small_run(random_model, tmp_path / "run"), "lora.rank=3", "lora.alpha=9", "algorithm.beta=0.0"]
-    arguments += ["optim.weight_decay=0.1", "optim.max_grad_norm=0.5", "model.gradient_checkpointing=true"]
+    """Gradients of both matrices by autograd through ``W + scale * B @ A`` of the plain model, then
+    AdamW by hand."""
+    arguments = [
+        *small_run(random_model, tmp_path / "run"),
+        "lora.rank=3",
+        "lora.alpha=9",
+        "algorithm.beta=0.0",
+    ]
+    arguments += [
+        "optim.weight_decay=0.1",
+        "optim.max_grad_norm=0.5",
+        "model.gradient_checkpointing=true",
+    ]
     config = load_config(arguments)
     run = prepare(config, start_world(config.runtime))
     try:
@@ -231,7 +253,12 @@ def test_a_run_begins_at_an_adapter_whose_model_is_checked(tmp_path, capsys):
     save_file(tensors, weights_file, metadata={"format": "pt"})
     assert merge([str(last)]) == 2
     assert run("third", start) == 2
-    assert capsys.readouterr().err.count(f"{weights_file} has changed since the adapter {last} was trained") == 2
+    assert (
+        capsys.readouterr().err.count(
+            f"{weights_file} has changed since the adapter {last} was trained"
+        )
+        == 2
+    )
 
 
 def peft_adapter(folder, output, **settings):
@@ -253,7 +280,9 @@ def peft_adapter(folder, output, **settings):
         ({}, r"does not fit the model: .*layers.1.mlp.down_proj.lora_B"),
     ],
 )
-def test_an_adapter_that_is_more_or_less_than_a_sum_is_refused(random_model, tmp_path, settings, message):
+def test_an_adapter_that_is_more_or_less_than_a_sum_is_refused(
+    random_model, tmp_path, settings, message
+):
     folder = peft_adapter(random_model, tmp_path / "adapter", **settings)
     file = folder / "adapter_model.safetensors"
     tensors = load_file(file)

@@ -43,8 +43,14 @@ def in_training(model_type, **settings):
     ("model_type", "settings"),
     [
         ("gpt2", GPT2),  # with dropout of 0.1
-        ("opt", SIZES | dict(ffn_dim=48, word_embed_proj_dim=32, layerdrop=0.5)),  # leaves layers out
-        ("mixtral", SIZES | dict(num_local_experts=4, router_jitter_noise=0.1)),  # noise in the router
+        (
+            "opt",
+            SIZES | dict(ffn_dim=48, word_embed_proj_dim=32, layerdrop=0.5),
+        ),  # leaves layers out
+        (
+            "mixtral",
+            SIZES | dict(num_local_experts=4, router_jitter_noise=0.1),
+        ),  # noise in the router
     ],
 )
 @torch.no_grad()
@@ -64,7 +70,9 @@ def test_nothing_is_random_in_train_mode(model_type, settings):
 def test_what_stays_random_is_refused():
     """PhiMoE's router draws its experts in training mode, whatever the configuration says."""
     model = in_training("phimoe", **SIZES, num_local_experts=4, router_jitter_noise=0.1)
-    with pytest.raises(ValueError, match=r"PhimoeForCausalLM is random .* model\.disable_dropout=false"):
+    with pytest.raises(
+        ValueError, match=r"PhimoeForCausalLM is random .* model\.disable_dropout=false"
+    ):
         checked(model)
 
 
@@ -72,7 +80,9 @@ def test_weights_that_become_nan_are_named_in_sampling(policy):
     with torch.no_grad():
         policy.model.lm_head.weight[7] = torch.nan
     with pytest.raises(ValueError, match=r"the model computes NaN .*runtime\.precision=fp32"):
-        BuiltinEngine(policy).generate([Problem(0, "", (5, 6))], SamplingParams(2, 3), seed_key=(0, "test", 0))
+        BuiltinEngine(policy).generate(
+            [Problem(0, "", (5, 6))], SamplingParams(2, 3), seed_key=(0, "test", 0)
+        )
 
 
 def test_longrope_is_refused_from_where_one_row_changes_the_others(tmp_path):
@@ -82,14 +92,18 @@ def test_longrope_is_refused_from_where_one_row_changes_the_others(tmp_path):
     model.config.save_pretrained(tmp_path)
     problems = [Problem(0, "", tuple(range(40))), Problem(1, "", (1, 2))]
     check_context(str(tmp_path), problems, 24)
-    with pytest.raises(ValueError, match=r"max_completion_length=25 .* 40 tokens exceed the context of 64 tokens"):
+    with pytest.raises(
+        ValueError, match=r"max_completion_length=25 .* 40 tokens exceed the context of 64 tokens"
+    ):
         check_context(str(tmp_path), problems, 25)
 
 
 def test_end_tokens_are_the_union(policy):
     policy.model.config.eos_token_id = 7
     policy.model.generation_config = GenerationConfig(eos_token_id=[9, 7])
-    assert end_tokens(policy.model, policy.tokenizer) == tuple(sorted({policy.tokenizer.eos_token_id, 7, 9}))
+    assert end_tokens(policy.model, policy.tokenizer) == tuple(
+        sorted({policy.tokenizer.eos_token_id, 7, 9})
+    )
 
 
 def test_weight_decay_is_for_matrices(random_model):
@@ -116,7 +130,11 @@ def test_reference_is_frozen_and_moves_only_when_told(random_model):
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_reference_in_bf16_gives_the_same_bits(tmp_path, tied):
-    policy = load(save_random_model(tmp_path / "model", tie_word_embeddings=tied), packed=True, precision="bf16")
+    policy = load(
+        save_random_model(tmp_path / "model", tie_word_embeddings=tied),
+        packed=True,
+        precision="bf16",
+    )
     reference = make_reference(policy.model)
     scorer = CompletionScorer(reference, 0.7)
     scorer.packed = True
@@ -133,13 +151,17 @@ def test_a_reference_in_bf16_gives_the_same_bits(tmp_path, tied):
     embedding = reference.get_input_embeddings().weight
     halved = {m.weight for m in reference.modules() if isinstance(m, torch.nn.Linear)} - {embedding}
     assert len(halved) == 2 * 7 + (not tied)
-    assert all(weight.dtype == torch.bfloat16 for weight in halved) and embedding.dtype == torch.float32
+    assert (
+        all(weight.dtype == torch.bfloat16 for weight in halved)
+        and embedding.dtype == torch.float32
+    )
     assert all(p.dtype == torch.float32 for p in policy.model.parameters())
 
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_reference_that_would_change_stays_in_fp32(random_model, fails):
-    """A module reads a layer's weight itself, as routers do, in fp32 or by a view that bf16 does not have."""
+    """A module reads a layer's weight itself, as routers do, in fp32 or by a view that bf16 does
+    not have."""
     policy = load(random_model, precision="bf16")
     reference = make_reference(policy.model)
     mlp = reference.model.layers[0].mlp
@@ -160,7 +182,9 @@ def test_a_reference_that_would_change_stays_in_fp32(random_model, fails):
 
 def rates(name: str, steps: int = 10, warmup: float = 0, min_lr=None) -> list[float]:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2, 2))], lr=1.0)
-    settings = OptimConfig(learning_rate=1.0, lr_scheduler_type=name, warmup_steps=warmup, min_lr=min_lr)
+    settings = OptimConfig(
+        learning_rate=1.0, lr_scheduler_type=name, warmup_steps=warmup, min_lr=min_lr
+    )
     schedule = make_lr_schedule(optimizer, settings, num_updates=steps)
     found = []
     for _ in range(steps):

@@ -19,19 +19,29 @@ from train_grpo import main
 
 @pytest.fixture(scope="module")
 def other(tmp_path_factory):
-    """A model of another depth and with other weights than ``random_model``, with the same tokenizer."""
-    return save_random_model(tmp_path_factory.mktemp("other"), num_hidden_layers=3, initializer_range=0.2)
+    """A model of another depth and with other weights than ``random_model``, with the same
+    tokenizer."""
+    return save_random_model(
+        tmp_path_factory.mktemp("other"), num_hidden_layers=3, initializer_range=0.2
+    )
 
 
 def test_ref_logprobs_are_those_of_the_named_model(random_model, other, tmp_path):
-    config = load_config([*small_run(random_model, tmp_path), f"model.reference={other}", "rollout.temperature=0.7"])
+    config = load_config(
+        [*small_run(random_model, tmp_path), f"model.reference={other}", "rollout.temperature=0.7"]
+    )
     run = prepare(config, start_world(config.runtime))
     try:
         ids = torch.randint(3, 90, (2, 4 + 6), generator=torch.Generator().manual_seed(0))
         completions = tuple(Completion(tuple(row[4:].tolist()), "", True) for row in ids)
         problem = Problem(0, "", tuple(ids[0, :4].tolist()))
-        batch = collate([Group(problem, completions)], torch.zeros(1, 2), pad_id=run.learner.policy.pad_id)
-        for folder, scorer in ((random_model, run.learner.bare_scorer), (other, run.learner.ref_scorer)):
+        batch = collate(
+            [Group(problem, completions)], torch.zeros(1, 2), pad_id=run.learner.policy.pad_id
+        )
+        for folder, scorer in (
+            (random_model, run.learner.bare_scorer),
+            (other, run.learner.ref_scorer),
+        ):
             model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
             with torch.no_grad():
                 logits_BTV = model(batch.sequence_ids_BS).logits[:, 3:-1] / 0.7
@@ -51,7 +61,9 @@ def test_a_reference_with_another_vocabulary_is_refused(random_model):
 
 
 @pytest.mark.slow
-def test_a_continued_run_notices_other_weights_of_its_reference(random_model, other, tmp_path, capsys):
+def test_a_continued_run_notices_other_weights_of_its_reference(
+    random_model, other, tmp_path, capsys
+):
     folder = shutil.copytree(other, tmp_path / "reference")
     arguments = [
         *small_run(random_model, tmp_path / "run"),

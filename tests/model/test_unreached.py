@@ -6,14 +6,15 @@ from safetensors.torch import load_file
 from torch import nn
 
 from grpo.algorithm.logprobs import CompletionScorer
-from grpo.distributed import whole_trained_weights
+from grpo.distributed import full_trained_weights
 from grpo.model import Policy, freeze_unreached, num_parameters, save_weights
 from grpo.model.lora import AdapterReference, adapter_parameters, add_adapter, add_reference_adapter
 
 IMAGES_ALONE = ("model.vision_tower.", "model.multi_modal_projector.")
 MIXTURES = {
     "mixtral": SIZES | dict(num_local_experts=4),
-    "qwen3_moe": SIZES | dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, head_dim=8),
+    "qwen3_moe": SIZES
+    | dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, head_dim=8),
 }
 
 
@@ -39,10 +40,16 @@ def test_the_vision_tower_is_frozen_and_everything_else_is_trained():
     ids_BS = torch.arange(3, 40)[None]
     policy.model(input_ids=ids_BS, labels=ids_BS).loss.backward()
     for name, parameter in policy.model.named_parameters():
-        assert parameter.requires_grad == (not name.startswith(IMAGES_ALONE)) == (parameter.grad is not None), name
+        assert (
+            parameter.requires_grad
+            == (not name.startswith(IMAGES_ALONE))
+            == (parameter.grad is not None)
+        ), name
         assert (name in policy.unreached) == name.startswith(IMAGES_ALONE)
     trained = num_parameters(policy.model, trained=True)
-    assert num_parameters(policy.model) == trained + sum(p.numel() for p in policy.unreached.values())
+    assert num_parameters(policy.model) == trained + sum(
+        p.numel() for p in policy.unreached.values()
+    )
 
 
 def test_nothing_of_a_text_model_is_frozen():
@@ -53,11 +60,14 @@ def test_nothing_of_a_text_model_is_frozen():
 
 
 class Experts(nn.Module):
-    """The token is sent to the first of two experts, which are modules of their own; the tower has no part in it."""
+    """The token is sent to the first of two experts, which are modules of their own; the tower has
+    no part in it."""
 
     def __init__(self):
         super().__init__()
-        self.layers = nn.ModuleList([nn.ModuleDict({"one": nn.Linear(2, 2), "other": nn.Linear(2, 2)})])
+        self.layers = nn.ModuleList(
+            [nn.ModuleDict({"one": nn.Linear(2, 2), "other": nn.Linear(2, 2)})]
+        )
         self.tower = nn.ModuleList([nn.Linear(2, 2)])
 
 
@@ -69,7 +79,8 @@ def test_experts_that_another_token_may_reach_are_trained():
 
 
 def test_adapters_of_the_vision_tower_stay_frozen_and_are_in_the_files(tmp_path):
-    """Also after peft has switched to the reference and back, and said that it trains the whole adapter."""
+    """Also after peft has switched to the reference and back, and said that it trains the whole
+    adapter."""
     policy = lora()
     add_reference_adapter(policy)
     freeze(policy)
@@ -78,8 +89,10 @@ def test_adapters_of_the_vision_tower_stay_frozen_and_are_in_the_files(tmp_path)
     assert policy.unreached.keys() == in_tower and 0 < len(in_tower) < len(adapters)
     scorer = CompletionScorer(policy.model)
     policy.score_one_token(AdapterReference(policy, scorer))
-    trained = {name for name, parameter in policy.model.named_parameters() if parameter.requires_grad}
+    trained = {
+        name for name, parameter in policy.model.named_parameters() if parameter.requires_grad
+    }
     assert trained == adapters.keys() - in_tower
-    weights = whole_trained_weights(policy.trained, policy.unreached.values())
+    weights = full_trained_weights(policy.trained, policy.unreached.values())
     save_weights(policy.trained, weights, tmp_path)
     assert len(load_file(tmp_path / "adapter_model.safetensors")) == len(adapters)

@@ -1,7 +1,7 @@
 """A server of OpenEnv with a small game, and its typed client, as a published environment has them.
 
-``python openenv_game.py PORT MAX_SESSIONS LOG`` runs the server, which writes each new session to the file LOG.
-"""
+``python openenv_game.py PORT MAX_SESSIONS LOG`` runs the server, which writes each new session to
+the file LOG."""
 
 import contextlib
 import socket
@@ -37,7 +37,8 @@ class Feedback(Observation):
 
 
 class Game(Environment):
-    """Guess three letters in three turns. The reward of a turn is the share of letters that are right."""
+    """Guess three letters in three turns. The reward of a turn is the share of letters that are
+    right."""
 
     SUPPORTS_CONCURRENT_SESSIONS = True
 

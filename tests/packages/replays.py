@@ -107,7 +107,11 @@ def _replay(row: dict, number: int, begin) -> None:
         if answer is not None:
             assert answer == observation == observations.pop(0)
     assert not observations
-    expected = "environment" if has_ended else ("max_turns" if is_finished and count == MAX_TURNS else "length")
+    expected = (
+        "environment"
+        if has_ended
+        else ("max_turns" if is_finished and count == MAX_TURNS else "length")
+    )
     assert row["stop_reason"] == expected
     assert row["rewards"][name] == pytest.approx(sum(rewards), abs=1e-6)
 
@@ -148,6 +152,8 @@ def check_metrics(output: Path, name: str) -> None:
     evaluations = [line for line in lines if f"eval/rewards/{name}" in line]
     assert len(steps) == 2
     assert len(evaluations) == 1
-    assert all(line["frac_unscorable"] == 0.0 and line["stop_reason/failed"] == 0.0 for line in steps)
+    assert all(
+        line["frac_unscorable"] == 0.0 and line["stop_reason/failed"] == 0.0 for line in steps
+    )
     assert all(line["turns/mean"] > 1 for line in steps)
     assert any(line["grad_norm"] > 0 for line in steps)

@@ -18,7 +18,9 @@ def save_speaking_model(folder: Path, phrases: list[str]) -> Path:
     from trl_tokenizer import build_tokenizer
 
     tokenizer = build_tokenizer()
-    tokenizer.add_tokens([AddedToken(phrase, normalized=False, special=False) for phrase in phrases])
+    tokenizer.add_tokens(
+        [AddedToken(phrase, normalized=False, special=False) for phrase in phrases]
+    )
     save_random_model(folder, vocab_size=len(tokenizer), max_position_embeddings=4096)
     tokenizer.save_pretrained(folder)
     model = Qwen2ForCausalLM.from_pretrained(folder)
@@ -36,18 +38,23 @@ def save_speaking_model(folder: Path, phrases: list[str]) -> Path:
 
 
 def check_tokens(row: dict, tokenizer) -> None:
-    """The tokens of a saved completion are those of its messages, and those of results alone are masked."""
+    """The tokens of a saved completion are those of its messages, and those of results alone are
+    masked."""
     messages = json.loads(row["messages"])
     expected = []
     for is_result, group in groupby(messages, lambda message: message["role"] == "tool"):
         text = ""
         if is_result:
-            results = "".join(f"\n<tool_response>\n{message['content']}\n</tool_response>" for message in group)
+            results = "".join(
+                f"\n<tool_response>\n{message['content']}\n</tool_response>" for message in group
+            )
             text = f"\n<|im_start|>user{results}<|im_end|>\n<|im_start|>assistant\n"
         expected.append((not is_result, text))
     mask = row["sampled"] or [True] * len(row["token_ids"])
     found = []
-    for is_sampled, pairs in groupby(zip(row["token_ids"], mask, strict=True), lambda pair: pair[1]):
+    for is_sampled, pairs in groupby(
+        zip(row["token_ids"], mask, strict=True), lambda pair: pair[1]
+    ):
         text = tokenizer.decode([token for token, _ in pairs])
         found.append((is_sampled, "" if is_sampled else text))
     assert found == expected

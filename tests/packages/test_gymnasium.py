@@ -5,7 +5,9 @@ from replays import check_metrics, replay, reset_seed, train
 
 from examples.environments import Blackjack
 
-gymnasium = pytest.importorskip("gymnasium", reason="needs Gymnasium: pip install -e '.[environments]'")
+gymnasium = pytest.importorskip(
+    "gymnasium", reason="needs Gymnasium: pip install -e '.[environments]'"
+)
 
 
 class Game(Blackjack):

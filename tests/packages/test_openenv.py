@@ -1,4 +1,5 @@
-"""A client of OpenEnv as a reset/step environment, with a real server. See also ``test_trl_forms.py``."""
+"""A client of OpenEnv as a reset/step environment, with a real server. See also
+``test_trl_forms.py``."""
 
 import pytest
 

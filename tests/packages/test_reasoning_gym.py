@@ -11,13 +11,17 @@ from grpo.data import load_rows
 from grpo.telemetry.samples import read_samples
 from train_grpo import main
 
-reasoning_gym = pytest.importorskip("reasoning_gym", reason="needs reasoning-gym: pip install -e '.[gym]'")
+reasoning_gym = pytest.importorskip(
+    "reasoning_gym", reason="needs reasoning-gym: pip install -e '.[gym]'"
+)
 
 
 def test_a_training_with_a_task_is_scored_again_by_hand(tmp_path):
     """Letters are counted. An answer that contains the right one has a part of its reward."""
     answers = ["1", "2", "3", "1 2 3 4", "none"]
-    model = save_speaking_model(tmp_path / "model", [f"<answer>{answer}</answer>" for answer in answers])
+    model = save_speaking_model(
+        tmp_path / "model", [f"<answer>{answer}</answer>" for answer in answers]
+    )
     settings = [
         f"model.name_or_path={model}",
         "data.dataset=reasoning_gym:letter_counting",

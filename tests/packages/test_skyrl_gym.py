@@ -7,7 +7,9 @@ from replays import check_metrics, replay, train
 
 from examples.environments import SkyGsm8k
 
-skyrl_gym = pytest.importorskip("skyrl_gym", reason="needs SkyRL-gym: pip install -e '.[environments]'")
+skyrl_gym = pytest.importorskip(
+    "skyrl_gym", reason="needs SkyRL-gym: pip install -e '.[environments]'"
+)
 
 
 def row_of_gsm8k(number: int) -> dict:

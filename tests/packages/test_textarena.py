@@ -7,7 +7,9 @@ from replays import check_metrics, replay, reset_seed, train
 
 from examples.environments import TicTacToe
 
-textarena = pytest.importorskip("textarena", reason="needs TextArena: pip install -e '.[environments]'")
+textarena = pytest.importorskip(
+    "textarena", reason="needs TextArena: pip install -e '.[environments]'"
+)
 
 
 def move(text: str) -> str:
@@ -21,7 +23,8 @@ class Game(TicTacToe):
 
 
 def begin(row):
-    """The opponent draws from the free cells, with the generator that the trainer seeds before each step."""
+    """The opponent draws from the free cells, with the generator that the trainer seeds before each
+    step."""
     game = textarena.make("TicTacToe-v0-raw")
     game.reset(num_players=2, seed=reset_seed(row["problem"]))
 

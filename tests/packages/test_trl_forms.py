@@ -1,4 +1,5 @@
-"""A class and a reward in the form of TRL's examples run unchanged here and under TRL, with OpenEnv's real server.
+"""A class and a reward in the form of TRL's examples run unchanged here and under TRL, with
+OpenEnv's real server.
 
 A step has 8 completions, and the server takes 8 sessions.
 """
@@ -42,7 +43,8 @@ def num_sessions(forms):
 
 
 def train_here(forms, name, **more):
-    """The metrics of the steps of a run in the folder ``name``, and the number of sessions that it opened."""
+    """The metrics of the steps of a run in the folder ``name``, and the number of sessions that it
+    opened."""
     os.environ["STATES"] = str(forms.folder / f"{name}.jsonl")
     settings = {
         "output_dir": forms.folder / name,
@@ -91,7 +93,8 @@ def key_of(prompt, completion):
 
 
 def replay(forms, conversation):
-    """The environment after the calls of a conversation. Its results must be those that the model has read."""
+    """The environment after the calls of a conversation. Its results must be those that the model
+    has read."""
     prompt, completion = json.loads(conversation)
     environment = forms.WordEnv()
     said = environment.reset()
@@ -125,7 +128,8 @@ def assert_states(forms, found):
 
 
 def test_a_form_trains_with_as_many_sessions_as_completions(forms):
-    """Ten steps, evaluations, and substitutes for equal groups: 8 sessions, and the server is never full."""
+    """Ten steps, evaluations, and substitutes for equal groups: 8 sessions, and the server is never
+    full."""
     more = {"optim.max_steps": 10, "algorithm.dynamic_sampling": True, "eval.every": 5}
     steps, sessions = train_here(forms, "long", **more)
     assert sessions == 8

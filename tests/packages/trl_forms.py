@@ -1,8 +1,7 @@
 """An environment and a reward in the form of TRL's examples, and a model that calls its tool.
 
-They have the methods, the signatures, the state and the reward of ``wordle``, and know nothing of this project.
-``python trl_forms.py FOLDER`` trains with TRL.
-"""
+They have the methods, the signatures, the state and the reward of ``wordle``, and know nothing of
+this project. ``python trl_forms.py FOLDER`` trains with TRL."""
 
 import json
 import os

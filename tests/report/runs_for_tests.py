@@ -1,4 +1,5 @@
-"""Makes run folders with the trainer's own writers; their texts contain everything that could break a page."""
+"""Makes run folders with the trainer's own writers; their texts contain everything that could break
+a page."""
 
 import json
 import math
@@ -17,7 +18,9 @@ NASTY = (
 
 def write_run(folder, *, steps=12, seed=0, **config):
     folder.mkdir(parents=True)
-    settings = Config.model_validate({"output_dir": str(folder), "seed": seed, **config}).model_dump(mode="json")
+    settings = Config.model_validate(
+        {"output_dir": str(folder), "seed": seed, **config}
+    ).model_dump(mode="json")
     (folder / "config.yaml").write_text(yaml.safe_dump(settings))
     append_line(folder / "starts.jsonl", {"torch": "2.13.0", "command": f"train {NASTY}"})
     metrics = folder / "metrics.jsonl"

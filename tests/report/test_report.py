@@ -1,4 +1,5 @@
-"""The report: complete, running, damaged and empty runs are read, and text of a run never becomes code of the page."""
+"""The report: complete, running, damaged and empty runs are read, and text of a run never becomes
+code of the page."""
 
 import html.parser
 import json
@@ -25,8 +26,18 @@ def test_a_run_is_read_as_it_was_written(tmp_path):
     assert run.config["reward.functions"][0]["name"] == "accuracy"
     assert len(run.samples) == 6 * 7
     rows = {row["name"]: row for row in before_and_after(run)}
-    assert rows["eval/greedy_accuracy"]["before"] == {"step": 0, "value": 0.25, "low": 0.175, "high": 0.343}
-    assert rows["eval/mean_length"]["after"] == {"step": 12, "value": 18.0, "low": None, "high": None}, "none written"
+    assert rows["eval/greedy_accuracy"]["before"] == {
+        "step": 0,
+        "value": 0.25,
+        "low": 0.175,
+        "high": 0.343,
+    }
+    assert rows["eval/mean_length"]["after"] == {
+        "step": 12,
+        "value": 18.0,
+        "low": None,
+        "high": None,
+    }, "none written"
     sides = reward_before_and_after(run)  # each the mean of 6 steps
     assert sides["before"]["value"] == pytest.approx(0.35)
     assert sides["after"]["value"] == pytest.approx(0.95)
@@ -48,9 +59,14 @@ def test_a_running_or_damaged_run_is_read_as_far_as_possible(tmp_path):
         file.write('not json\n{"step": 3, "reward": NaN, "kl": null}\n{"step": 41, "rew')
     (folder / "completions" / "step_000039.parquet").write_bytes(b"cut")
     run = read_run(folder, max_samples=30)
-    assert [line["step"] for line in run.metrics] == list(range(41)), "the last line is not complete yet"
+    assert [line["step"] for line in run.metrics] == list(range(41)), (
+        "the last line is not complete yet"
+    )
     assert run.metrics[3] == {"step": 3, "reward": None, "kl": None}, "the later one counts"
-    assert "steps are shown" in run.notes[0] and "step_000039.parquet could not be read" in run.notes[1]
+    assert (
+        "steps are shown" in run.notes[0]
+        and "step_000039.parquet could not be read" in run.notes[1]
+    )
     assert len({record["step"] for record in run.samples}) == 9
     assert data_of(run)["runs"][0]["series"]["kl"][2:5] == [None, 0.04, None]
 
@@ -73,7 +89,9 @@ def test_the_first_screen_names_the_run_and_says_where_evaluations_differ(tmp_pa
 
     one = run("one", 512, {"dataset": "a.jsonl"}, lora={"rank": 4})
     shown = data_of(one)["runs"][0]
-    assert shown["subject"] == "builtin:tiny · a.jsonl · grpo · LoRA rank 4 · 512 evaluation problems"
+    assert (
+        shown["subject"] == "builtin:tiny · a.jsonl · grpo · LoRA rank 4 · 512 evaluation problems"
+    )
     assert shown["changed"] == ["data.dataset", "data.eval_dataset", "lora.rank", "output_dir"]
     same = run("same", 512, {"dataset": "b.jsonl", "max_train_samples": 3}, seed=1)
     assert data_of(one, same)["notes"] == [], "the same problems"

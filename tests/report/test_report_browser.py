@@ -20,7 +20,9 @@ pytestmark = pytest.mark.slow
 playwright = pytest.importorskip("playwright.sync_api")
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
 if CHROMIUM is None:
-    pytest.skip("Chromium was not found: install it, or set CHROMIUM to its path", allow_module_level=True)
+    pytest.skip(
+        "Chromium was not found: install it, or set CHROMIUM to its path", allow_module_level=True
+    )
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +83,13 @@ def test_samples_are_filtered_searched_and_paged_by_clicks(page):
     page.get_by_placeholder("Search the text").fill("IT IS 10 ")
     assert count.inner_text() == "6 completions"
     text = cards(page).first.locator(".completion").inner_text()
-    for part in ("</script><script>window.owned = 1</script><img src=x", "@@DATA@@", "&amp;", "\\u202e", "\\u0000"):
+    for part in (
+        "</script><script>window.owned = 1</script><img src=x",
+        "@@DATA@@",
+        "&amp;",
+        "\\u202e",
+        "\\u0000",
+    ):
         assert part in text, "invisible characters are shown as escapes"
 
 
@@ -114,8 +122,13 @@ def test_the_result_and_the_reward_are_on_the_first_screen(browser, address, wid
     for page in opened(browser, address, viewport={"width": width, "height": height}):
         tile = page.locator(".tile").first
         shown = " ".join(tile.inner_text().split())
-        assert "step 0 \u2192 12 25.0% 17.5\u201334.3 \u2192 75.0% 65.7\u201382.5 +50.0 95% CI" in shown
-        assert page.evaluate("document.documentElement.scrollWidth") <= width, "the page is not wider than the screen"
+        assert (
+            "step 0 \u2192 12 25.0% 17.5\u201334.3 \u2192 75.0% 65.7\u201382.5 +50.0 95% CI"
+            in shown
+        )
+        assert page.evaluate("document.documentElement.scrollWidth") <= width, (
+            "the page is not wider than the screen"
+        )
         box = tile.bounding_box()
         assert box["y"] + box["height"] <= height, "visible without scrolling"
 

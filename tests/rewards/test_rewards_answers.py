@@ -1,4 +1,5 @@
-"""The modes of ``accuracy``, its comparison by math-verify, and the tables about both in docs/rewards.md."""
+"""The modes of ``accuracy``, its comparison by math-verify, and the tables about both in
+docs/rewards.md."""
 
 import math
 import re
@@ -97,7 +98,9 @@ def test_the_start_of_a_run_reads_every_reference_answer():
     for name in COMPARING:
         with pytest.raises(ValueError, match=taken):
             check(RewardSpec("format"), RewardSpec(name))
-        with pytest.raises(ValueError, match=r"^data.dataset=FILE, line 2, column gold: .*, not a bytes$"):
+        with pytest.raises(
+            ValueError, match=r"^data.dataset=FILE, line 2, column gold: .*, not a bytes$"
+        ):
             check(RewardSpec(name, args={"column": "gold"}))
     for text in TEXTS_OF_LISTS:
         rows[1] = {"answer": text}
@@ -122,7 +125,8 @@ def test_the_start_of_a_run_reads_every_reference_answer():
 
 
 def rows_of_table(name: str) -> list[list[str]]:
-    """The rows of the table of docs/rewards.md whose first column has a name, without the backticks."""
+    """The rows of the table of docs/rewards.md whose first column has a name, without the
+    backticks."""
     text = (ROOT / "docs" / "rewards.md").read_text()
     (table,) = re.findall(rf"^\| {name} \|.*\n\|[-|]+\|\n((?:\|.*\n)+)", text, re.MULTILINE)
     rows = []
@@ -146,7 +150,9 @@ def test_the_tables_of_the_document():
     for response, *cells in responses:
         assert cells == [cell(response, "5", mode) for mode in MODES], response
     for answer, gold, marked, lenient, symbolic in answers:
-        assert load_reward("math_verify")([""], [f"<answer>{answer}</answer>"], answer=[gold]) == [float(symbolic)]
+        assert load_reward("math_verify")([""], [f"<answer>{answer}</answer>"], answer=[gold]) == [
+            float(symbolic)
+        ]
         assert cell(answer, gold, "lenient") == lenient, answer
         for response, mode in (
             (f"<answer>{answer}</answer>", "strict"),

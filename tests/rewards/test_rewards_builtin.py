@@ -110,7 +110,11 @@ def test_the_default_format_needs_each_tag_once():
 
 def test_completion_text_of_both_kinds():
     for content in ("a", [{"type": "text", "text": "a"}]):
-        assert completion_text([{"role": "assistant", "content": content}]) == completion_text("a") == "a"
+        assert (
+            completion_text([{"role": "assistant", "content": content}])
+            == completion_text("a")
+            == "a"
+        )
     assert completion_text([{"role": "assistant", "content": None}]) == ""
 
 
@@ -132,7 +136,9 @@ def conversation(*turns):
 def test_answers_are_read_in_the_turns_of_the_model(mode, right, role):
     said_by_a_tool = conversation("Let me look.", right, "I do not know.")
     never_said = conversation("Let me look.", right, "")
-    said_by_the_model = conversation("Let me look.", "Say <answer>7</answer>, \\boxed{7} or #### 7", right)
+    said_by_the_model = conversation(
+        "Let me look.", "Say <answer>7</answer>, \\boxed{7} or #### 7", right
+    )
     said_early = conversation(right, "7", "Done.")
     completions = [said_by_a_tool, never_said, said_by_the_model, said_early]
     for completion in completions:
@@ -153,7 +159,9 @@ def test_accuracy():
     accuracy = load_reward("accuracy")
     texts = [GOOD, "so 4", "<answer>5</answer>", GOOD]
     assert accuracy([""] * 4, texts, answer=["4", "4", "4", None]) == [1.0, 0.0, 0.0, None]
-    assert accuracy(["q"], ["<SOLUTION>1,000</SOLUTION>"], gold=["$1000"], column="gold", tag="SOLUTION") == [1.0]
+    assert accuracy(
+        ["q"], ["<SOLUTION>1,000</SOLUTION>"], gold=["$1000"], column="gold", tag="SOLUTION"
+    ) == [1.0]
 
 
 def test_format_and_tag_groups():
@@ -209,7 +217,9 @@ def test_pattern_answer_reads_a_group_of_a_whole_match():
         "<t>x</t> <answer>ten</answer>": 0.0,  # the group takes no part in the match
     }
     for reference in ("10", 10, "$10.00"):
-        found = reward([""] * len(texts), list(texts), answer=[reference] * len(texts), pattern=pattern)
+        found = reward(
+            [""] * len(texts), list(texts), answer=[reference] * len(texts), pattern=pattern
+        )
         assert dict(zip(texts, found, strict=True)) == texts
     assert reward(
         [""],
@@ -232,7 +242,9 @@ def test_countdown():
 
     assert score("<answer>(3 + 5) * 3</answer>") == 1.0
     assert score("<answer>3 × (5 + 3) = 24</answer>") == 1.0
-    assert score("<answer>(3 + 5) * 3 = 25</answer>") == score("<answer>3 * 5 + 3 * 3</answer>") == 0.0
+    assert (
+        score("<answer>(3 + 5) * 3 = 25</answer>") == score("<answer>3 * 5 + 3 * 3</answer>") == 0.0
+    )
     assert score("<answer>24</answer>", format_value=0.1) == 0.1
     assert score("(3 + 5) * 3", format_value=0.1) == 0.0
     assert load_reward("countdown")(["q"], ["x"], numbers=[[1]], target=[None]) == [None]
@@ -261,7 +273,9 @@ def test_expressions_are_exact_and_bounded():
     ]
     wrong += ["__import__('os').getcwd()", "9" * 501, "1" + "+1" * 500]
     for text in [*wrong, "(" * 60 + "1" + ")" * 60, "(" * 5000 + "1" + ")" * 5000]:
-        assert load_reward("countdown")([""], [f"<answer>{text}</answer>"], numbers=[[9]], target=[9]) == [0.0]
+        assert load_reward("countdown")(
+            [""], [f"<answer>{text}</answer>"], numbers=[[9]], target=[9]
+        ) == [0.0]
         with pytest.raises(ValueError):
             evaluate_expression(text)
 

@@ -136,9 +136,13 @@ def run(path):
         **settings,
     ):
         names = [names] if isinstance(names, str) else names
-        runner = RewardRunner([RewardSpec(f"{path}:{n}", 1.0, args or {}) for n in names], **settings)
+        runner = RewardRunner(
+            [RewardSpec(f"{path}:{n}", 1.0, args or {}) for n in names], **settings
+        )
         runners.append(runner)
-        return runner.score(prompts or ["q"] * len(completions), completions, columns or {}, completion_ids)
+        return runner.score(
+            prompts or ["q"] * len(completions), completions, columns or {}, completion_ids
+        )
 
     yield run
     for runner in runners:
@@ -151,7 +155,9 @@ def column(result, function=0):
 
 def test_a_batch_with_builtins_weights_and_duplicates(path):
     functions = [
-        SimpleNamespace(name="accuracy", weight=2.0, args={"mode": "lenient"}),  # duck-typed, as the configuration's
+        SimpleNamespace(
+            name="accuracy", weight=2.0, args={"mode": "lenient"}
+        ),  # duck-typed, as the configuration's
         RewardSpec(f"{path}:length", 0.1),
         RewardSpec("accuracy"),
     ]
@@ -183,7 +189,8 @@ def test_one_bad_row_costs_one_reward(run, word, caplog):
 
 
 def test_a_failed_batch_is_called_group_by_group_and_says_so(path, caplog, tmp_path):
-    """A reward that compares the completions of a prompt gets all of them, except those of a group that raises too."""
+    """A reward that compares the completions of a prompt gets all of them, except those of a group
+    that raises too."""
     calls = tmp_path / "calls"
     spec = RewardSpec(f"{path}:is_best", args={"calls": str(calls)})
     prompts = ["p", "p", "q", "q", "q", "r", "r"]
@@ -214,7 +221,9 @@ def test_lost_workers_are_bounded_for_groups_and_for_rows(run, caplog, tmp_path)
     completions = ["dies", "1"] * num_groups
     with caplog.at_level(logging.WARNING, "grpo"):
         result = run("is_best", completions, args={"calls": str(calls)}, prompts=prompts)
-    assert "'is_best' failed on 22 completions at once, and was called group by group" in caplog.text
+    assert (
+        "'is_best' failed on 22 completions at once, and was called group by group" in caplog.text
+    )
     lengths = [len(line.split()) for line in calls.read_text().splitlines()]
     rows = 2 * MAX_LOST_WORKERS - 1  # each second row is well
     assert lengths == [2 * num_groups] + [2] * MAX_LOST_WORKERS + [1] * rows
@@ -265,7 +274,9 @@ def test_what_rewards_log_comes_back_with_the_scores(run):
         "count": [2, None, 10**20],
         "later": ["ab", "raise", "big"],
     }
-    assert run("logs", ["a", "bcd"]).metrics == {"mean_length": (4.0, 2.0)}, "the same whether called at once or by row"
+    assert run("logs", ["a", "bcd"]).metrics == {"mean_length": (4.0, 2.0)}, (
+        "the same whether called at once or by row"
+    )
 
 
 def test_what_counts_as_numbers(run):
@@ -302,7 +313,9 @@ runner = RewardRunner([RewardSpec({path + ":pid"!r}), RewardSpec({path + ":moody
 print(int(runner.score(["q"], ["a"], {{}}).values[0][0]), flush=True)
 runner.score(["q"], ["spin"], {{}})
 """
-    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT
+    )
     worker = int(parent.stdout.readline())
     time.sleep(0.3)
     parent.kill()
@@ -323,7 +336,8 @@ def _runs(process):
 
 
 def test_a_column_holds_members_of_the_functions_enum():
-    """A class that no worker can import is the same class in the function and in the columns of each step."""
+    """A class that no worker can import is the same class in the function and in the columns of
+    each step."""
 
     class Grade(enum.Enum):
         GOOD = "good"
@@ -339,7 +353,8 @@ def test_a_column_holds_members_of_the_functions_enum():
 
 
 def test_async_rewards_of_a_step_run_concurrently(run):
-    """Each of the two returns only when the other has started: one after the other, the first would time out."""
+    """Each of the two returns only when the other has started: one after the other, the first would
+    time out."""
     result = run(["waits_for_another", "length", "waits_for_another"], ["a", "b"])
     assert result.values == [[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]
     assert result.failures == [0, 0, 0]
@@ -399,9 +414,13 @@ def test_check_finds_mistakes_before_the_first_step(path, tmp_path):
 
 def test_the_working_folder_is_that_of_the_start_and_last_on_the_path(tmp_path, monkeypatch):
     code = "    if 'die' in completions: os._exit(1)\n    return [1.0] * len(completions)\n"
-    (tmp_path / "relative_rewards.py").write_text(f"import os\ndef fragile(completions, **_):\n{code}")
+    (tmp_path / "relative_rewards.py").write_text(
+        f"import os\ndef fragile(completions, **_):\n{code}"
+    )
     for standard in ("json", "asyncio", "pickle"):
-        (tmp_path / f"{standard}.py").write_text("raise RuntimeError('a file of the working folder')")
+        (tmp_path / f"{standard}.py").write_text(
+            "raise RuntimeError('a file of the working folder')"
+        )
     monkeypatch.setattr(sys, "path", ["", *sys.path])  # as under python -c
     monkeypatch.chdir(tmp_path)
     with RewardRunner([RewardSpec("relative_rewards:fragile")]) as runner:

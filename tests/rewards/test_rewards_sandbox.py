@@ -27,7 +27,9 @@ from grpo.workers.sandbox import (
     run_python,
 )
 
-pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the sandbox needs Linux")
+pytestmark = pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="the sandbox needs Linux"
+)
 ROOT = Path(__file__).parents[2]
 LIMITS = Limits(
     test_seconds=1.5,
@@ -42,7 +44,8 @@ SHORT = dataclasses.replace(LIMITS, test_seconds=0.5)
 
 @pytest.fixture(scope="module")
 def sandboxed():
-    """Skip where the machine has no sandbox to attack; whether it then refuses is tested below, on every machine."""
+    """Skip where the machine has no sandbox to attack; whether it then refuses is tested below, on
+    every machine."""
     try:
         run_python("", [{"code": ""}])
     except SandboxUnavailable as reason:
@@ -51,7 +54,8 @@ def sandboxed():
 
 @pytest.fixture
 def attack(sandboxed, own_sandboxes):
-    """``attack(code)`` -> its result. Then a second test must pass in the same sandbox, and no process may be left."""
+    """``attack(code)`` -> its result. Then a second test must pass in the same sandbox, and no
+    process may be left."""
 
     def attack(code, limits=LIMITS):
         result, after = run_python(
@@ -68,7 +72,8 @@ def attack(sandboxed, own_sandboxes):
 
 @pytest.fixture
 def own_sandboxes(tmp_path, monkeypatch):
-    """``own_sandboxes()`` -> the processes of this test's sandboxes, whose path no other test has."""
+    """``own_sandboxes()`` -> the processes of this test's sandboxes, whose path no other test
+    has."""
     folder = tmp_path / "workers"
     folder.symlink_to(ROOT / "grpo" / "workers")
     child = str(folder / "sandbox_child.py")
@@ -99,7 +104,9 @@ def test_fraction_of_tests_passed(sandboxed):
     texts = [code, code, "no code here", "print(sum(map(int, input().split())))", code]
     rows = [tests, '["assert double(2) == 4"]', tests, programs, None]
     assert reward([""] * 5, texts, tests=rows) == [0.5, 1.0, 0.0, 0.5, None]
-    assert reward([""], [f"<answer>{code}</answer>"], tests=[tests[:1]], tag="answer", value=3.0) == [3.0]
+    assert reward(
+        [""], [f"<answer>{code}</answer>"], tests=[tests[:1]], tag="answer", value=3.0
+    ) == [3.0]
     assert reward([""], [code], tests=[tests[:1]], tag="answer") == [0.0]
 
 
@@ -120,7 +127,9 @@ def test_through_the_runner(sandboxed):
     # Code that hangs scores 0: it is the policy's fault.
     assert [row[0] for row in result.values] == [1.0, 0.0, 0.0, 0.0, 0.0]
     assert result.failures == [0]
-    late = pytest.raises(ValueError, match=r"total_seconds = 0\.5 must be less than reward\.timeout_s")
+    late = pytest.raises(
+        ValueError, match=r"total_seconds = 0\.5 must be less than reward\.timeout_s"
+    )
     with late, RewardRunner([spec], timeout_s=0.5) as runner:
         runner.check()
 
@@ -137,7 +146,9 @@ with tempfile.TemporaryFile("w+") as f: f.write("file"); f.seek(0); print(f.read
     assert sorted(result.output.split()) == ["async", "file", "thread"]
 
 
-IGNORE_SIGNALS = "import signal, time\nfor s in set(range(1, 32)) - {9, 19}: signal.signal(s, signal.SIG_IGN)\n"
+IGNORE_SIGNALS = (
+    "import signal, time\nfor s in set(range(1, 32)) - {9, 19}: signal.signal(s, signal.SIG_IGN)\n"
+)
 NO_END = {
     "drips output": IGNORE_SIGNALS + "while True: print('x', flush=True); time.sleep(0.001)",
     "other file": "import os; os.mkfifo('/sandbox/f'); os.dup2(os.open('/sandbox/f', os.O_RDWR), 1); os.read(1, 1)",
@@ -206,7 +217,8 @@ def test_flood_of_output(attack):
 
 @pytest.fixture
 def open_folder():
-    """One that everybody may read and write, so that it is the sandbox that protects it and not its permissions."""
+    """One that everybody may read and write, so that it is the sandbox that protects it and not its
+    permissions."""
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o777)
         yield Path(folder)
@@ -399,10 +411,15 @@ def test_the_sandbox_ends_with(sandboxed, own_sandboxes, killed):
         f"from grpo.workers import sandbox; sandbox._CHILD = {sandbox._CHILD!r}; "
         "print(sandbox.run_python('while True: pass', [{'code': ''}], sandbox.Limits(60, 60)))"
     )
-    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT)
-    # Process 1 and the test, which are also the first to end if the machine has no memory left; the launcher is not.
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    # Process 1 and the test, which are also the first to end if the machine has no memory left; the
+    # launcher is not.
     _wait_until(lambda: [_ends_first(process) for process in own_sandboxes()].count(True) == 2)
-    (launcher,) = (process for process in own_sandboxes() - {parent.pid} if not _ends_first(process))
+    (launcher,) = (
+        process for process in own_sandboxes() - {parent.pid} if not _ends_first(process)
+    )
     os.kill(launcher if killed == "its launcher" else parent.pid, signal.SIGKILL)
     output, _ = parent.communicate(timeout=60)
     assert ("failed" in output) == (killed == "its launcher")
@@ -443,7 +460,9 @@ def test_a_missing_layer_is_an_error_unless_allow_unsandboxed(tmp_path, monkeypa
     folder = Path(sandbox._CHILD).parent
     (tmp_path / "sandbox_linux.py").write_text((folder / "sandbox_linux.py").read_text())
     text = (folder / "sandbox_child.py").read_text()
-    (tmp_path / "child.py").write_text(text.replace('"seccomp": linux.deny_system_calls', '"a moat": None'))
+    (tmp_path / "child.py").write_text(
+        text.replace('"seccomp": linux.deny_system_calls', '"a moat": None')
+    )
     monkeypatch.setattr(sandbox, "_CHILD", str(tmp_path / "child.py"))
     with pytest.raises(
         SandboxUnavailable,
@@ -505,7 +524,9 @@ def test_humaneval_leaves_the_call_of_check_to_us():
 def test_any_other_test_is_refused_at_the_start(given):
     rows = [{"tests": [PAIR]}, {"tests": given}]
     spec = RewardSpec("python_tests")
-    with pytest.raises(ValueError, match=r"^FILE, line 2, column tests: .* is no test that can be read") as caught:
+    with pytest.raises(
+        ValueError, match=r"^FILE, line 2, column tests: .* is no test that can be read"
+    ) as caught:
         check_rows([spec], rows, "FILE", ["line 1", "line 2"])
     assert "\n" not in str(caught.value)
 

@@ -1,4 +1,5 @@
-"""The written-out decode step computes what the model computes, and is used only for models for which that holds."""
+"""The written-out decode step computes what the model computes, and is used only for models for
+which that holds."""
 
 import pytest
 import torch
@@ -23,7 +24,9 @@ YARN = {
     "factor": 4.0,
     "original_max_position_embeddings": 32,
 }
-LLAMA_SHAPED = {name: row for name, row in CAN.items() if "gpt2" not in name and "longrope" not in name} | {
+LLAMA_SHAPED = {
+    name: row for name, row in CAN.items() if "gpt2" not in name and "longrope" not in name
+} | {
     "biases everywhere": ("llama", SIZES | dict(attention_bias=True, mlp_bias=True)),
     "mistral without a window": ("mistral", SIZES | dict(sliding_window=None)),
     "scaled rotary embedding": ("qwen2", SIZES | dict(rope_parameters=YARN)),
@@ -83,7 +86,9 @@ def test_decoder_gives_what_the_models_modules_give(name):
     model = ready(*LLAMA_SHAPED[name])
     assert matches(model)
     expected = hidden_states(model, by_modules(model))
-    torch.testing.assert_close(hidden_states(model, LlamaDecoder(model.model)), expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        hidden_states(model, LlamaDecoder(model.model)), expected, rtol=0, atol=1e-5
+    )
     with copied_weights(model, "fp32"):
         found = hidden_states(model, LlamaDecoder(model.model))
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
@@ -110,9 +115,14 @@ def test_a_factor_of_a_thousandth_is_noticed():
 
 
 def test_fast_decode_changes_rounding_alone(policy):
-    problems = [Problem(i, "", tuple(policy.tokenizer.encode(text))) for i, text in enumerate(("12+3=", "Make 24"))]
+    problems = [
+        Problem(i, "", tuple(policy.tokenizer.encode(text)))
+        for i, text in enumerate(("12+3=", "Make 24"))
+    ]
     slow, fast = (
-        BuiltinEngine(policy, fast_decode=fast).generate(problems, SamplingParams(4, 24), seed_key=(0, "rollout", 0))
+        BuiltinEngine(policy, fast_decode=fast).generate(
+            problems, SamplingParams(4, 24), seed_key=(0, "rollout", 0)
+        )
         for fast in (False, True)
     )
     for one, other in zip(slow, fast, strict=True):

@@ -1,4 +1,5 @@
-"""Rollouts from weights that are gathered layer by layer, in one process: gathering a whole model copies it."""
+"""Rollouts from weights that are gathered layer by layer, in one process: gathering a whole model
+copies it."""
 
 import pytest
 import torch
@@ -14,8 +15,11 @@ CPU = torch.device("cpu")
 SAMPLING = SamplingParams(num_generations=3, max_completion_length=12)
 
 
-def engines(folder, precision: str, *, lora: bool = False, **options) -> tuple[Policy, BuiltinEngine, BuiltinEngine]:
-    """The policy, an engine that samples from its model, and one whose model has weights in rollouts only."""
+def engines(
+    folder, precision: str, *, lora: bool = False, **options
+) -> tuple[Policy, BuiltinEngine, BuiltinEngine]:
+    """The policy, an engine that samples from its model, and one whose model has weights in
+    rollouts only."""
     policy = load(folder, packed=True, precision=precision)
     if lora:
         add_adapter(
@@ -25,8 +29,8 @@ def engines(folder, precision: str, *, lora: bool = False, **options) -> tuple[P
         )
     sampler = policy.without_weights()
     assert sampler.is_llama
-    own = sampler.model.requires_grad_(False)
-    gathered = GatheredWeights(policy.model, policy.model, own)
+    rollout_model = sampler.model.requires_grad_(False)
+    gathered = GatheredWeights(policy.model, policy.model, rollout_model)
     return (
         policy,
         BuiltinEngine(policy, **options),
@@ -36,7 +40,9 @@ def engines(folder, precision: str, *, lora: bool = False, **options) -> tuple[P
 
 def completions(engine: BuiltinEngine):
     problems = [Problem(n, "", tuple(range(3, 6 + n))) for n in range(3)]
-    return [group.completions for group in engine.generate(problems, SAMPLING, seed_key=(0, "test", 0))]
+    return [
+        group.completions for group in engine.generate(problems, SAMPLING, seed_key=(0, "test", 0))
+    ]
 
 
 @pytest.mark.parametrize(
@@ -44,7 +50,8 @@ def completions(engine: BuiltinEngine):
     [(False, "fp32", False), (True, "bf16", False), (True, "bf16", True)],
 )
 def test_gathered_weights_give_the_same_completions(tmp_path, tied, precision, lora):
-    """Bit for bit, before and after an update, which an earlier block does not see; no weight stays in memory."""
+    """Bit for bit, before and after an update, which an earlier block does not see; no weight stays
+    in memory."""
     save_random_model(tmp_path, tie_word_embeddings=tied)
     policy, engine, gathering = engines(tmp_path, precision, lora=lora)
     before = completions(engine)
@@ -54,9 +61,13 @@ def test_gathered_weights_give_the_same_completions(tmp_path, tied, precision, l
             for parameter in policy.model.parameters():
                 parameter.mul_(1.1)
         assert completions(gathering) == before
-        own = gathering.policy.model
-        assert not own.model.embed_tokens.weight.is_meta
-        assert all(p.is_meta for name, p in own.named_parameters() if "base_layer" in name or "lora_" in name)
+        rollout_model = gathering.policy.model
+        assert not rollout_model.model.embed_tokens.weight.is_meta
+        assert all(
+            p.is_meta
+            for name, p in rollout_model.named_parameters()
+            if "base_layer" in name or "lora_" in name
+        )
     after = completions(engine)
     assert after != before
     assert completions(gathering) == after

@@ -46,9 +46,11 @@ def answers(T):
     ],
     ids=str,
 )
-def test_tokens_are_those_of_plain_steps(random_model, monkeypatch, new_memory_is_nan, turns, changes):
+def test_tokens_are_those_of_plain_steps(
+    random_model, monkeypatch, new_memory_is_nan, turns, changes
+):
     """Prompts of 1 to 40 tokens; rows leave, join and come back, and a step's width grows."""
-    monkeypatch.setattr(cuda_graphs, "OWN_BUCKET", 16)
+    monkeypatch.setattr(cuda_graphs, "COMPLETION_BUCKET", 16)
     sampling = replace(SAMPLING, **changes)
     plain, captured = engines(random_model)
     problems = problems_of(plain.policy, *TEXTS, "7")

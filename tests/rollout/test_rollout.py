@@ -27,7 +27,9 @@ def generate(policy, *args, **options):
 
 
 def problems_of(policy, *texts: str) -> list[Problem]:
-    return [Problem(i, text, tuple(policy.tokenizer(text)["input_ids"])) for i, text in enumerate(texts)]
+    return [
+        Problem(i, text, tuple(policy.tokenizer(text)["input_ids"])) for i, text in enumerate(texts)
+    ]
 
 
 def ids(groups) -> list[list[tuple[int, ...]]]:
@@ -84,7 +86,8 @@ def test_a_row_does_not_depend_on_the_others(policy):
 
 
 def test_problems_that_ask_the_same(policy):
-    """With others between them and beside each other; each has its own seed and so its own tokens."""
+    """With others between them and beside each other; each has its own seed and so its own
+    tokens."""
     problems = problems_of(policy, "1+1=", "a longer question?", "1+1=", "1+1=")
     sampling = replace(SAMPLING, tokens_in_flight=400)
     together = ids(generate(policy, problems, sampling, seed_key=SEED_KEY))
@@ -163,7 +166,9 @@ def test_two_eos_ids(random_model, tmp_path):
     )
     ends = {c.ids[-1] for g in groups for c in g.completions if c.finished}
     assert ends == set(policy.eos_ids)
-    assert all(token not in policy.eos_ids for g in groups for c in g.completions for token in c.ids[:-1])
+    assert all(
+        token not in policy.eos_ids for g in groups for c in g.completions for token in c.ids[:-1]
+    )
 
 
 def test_generation_config_of_the_checkpoint_does_not_leak(random_model, tmp_path):
@@ -197,19 +202,28 @@ def test_stop_strings_end_a_completion_and_stay_in_it(policy):
         assert before.startswith(after.text)
         if stop in before:
             assert after.finished and stop in after.text, "it stays part of the completion"
-            assert stop not in policy.tokenizer.decode(after.ids[:-1], skip_special_tokens=True), "and nothing follows"
+            assert stop not in policy.tokenizer.decode(after.ids[:-1], skip_special_tokens=True), (
+                "and nothing follows"
+            )
         else:
             assert after.text == before
 
 
 def test_a_stop_string_that_is_a_special_token_ends_a_completion(policy):
-    """The text of a completion does not contain it: it is found by its id, and is the last token, as an EOS is."""
+    """The text of a completion does not contain it: it is found by its id, and is the last token,
+    as an EOS is."""
     problems = problems_of(policy, *TEXTS)
     sampling = replace(SAMPLING, num_generations=24)
-    plain = [c for group in generate(policy, problems, sampling, seed_key=SEED_KEY) for c in group.completions]
+    plain = [
+        c
+        for group in generate(policy, problems, sampling, seed_key=SEED_KEY)
+        for c in group.completions
+    ]
     turn = policy.tokenizer.convert_tokens_to_ids("<|im_start|>")
     assert turn not in policy.eos_ids
-    groups = generate(policy, problems, replace(sampling, stop=("<|im_start|>", "zzz")), seed_key=SEED_KEY)
+    groups = generate(
+        policy, problems, replace(sampling, stop=("<|im_start|>", "zzz")), seed_key=SEED_KEY
+    )
     stopped = [c for group in groups for c in group.completions]
     assert any(turn in c.ids[:-1] for c in plain), "or this test sees nothing"
     for before, after in zip(plain, stopped, strict=True):
@@ -258,12 +272,15 @@ def test_sampling_leaves_the_model_as_it_was(random_model):
     assert policy.model.training
     assert policy.model.is_gradient_checkpointing
     policy.model.eval()
-    assert ids(trained) == ids(generate(policy, problems_of(policy, *TEXTS), SAMPLING, seed_key=SEED_KEY))
+    assert ids(trained) == ids(
+        generate(policy, problems_of(policy, *TEXTS), SAMPLING, seed_key=SEED_KEY)
+    )
     assert not policy.model.training
 
 
 def test_forked_and_copied_caches_give_the_same_tokens(random_model):
-    """Prompts of 1 to 15 tokens; rows end at different times: groups lose rows unevenly, and prompts all of theirs."""
+    """Prompts of 1 to 15 tokens; rows end at different times: groups lose rows unevenly, and
+    prompts all of theirs."""
     sampling = SamplingParams(8, 40)
     plain = load(random_model)
     packed = load(random_model, packed=True)
@@ -313,7 +330,8 @@ def test_rows_that_waited_get_the_tokens_of_all_at_once(random_model, monkeypatc
 
 
 def test_no_row_is_decoded_beyond_its_last_position():
-    """Prompt and completion fill the context, and a row that ended there shares the batch with rows that go on."""
+    """Prompt and completion fill the context, and a row that ended there shares the batch with rows
+    that go on."""
     policy = Policy(
         build(*CAN["gpt2, learned positions"]),
         build_tokenizer(),
@@ -326,7 +344,9 @@ def test_no_row_is_decoded_beyond_its_last_position():
     problems = [Problem(i, "", tuple((7 * i + j) % V for j in range(104))) for i in range(24)]
     sampling = SamplingParams(1, 128 - 104)
     expected = generate(policy, problems, sampling, seed_key=(1, "x", 0))
-    found = generate(policy, problems, replace(sampling, tokens_in_flight=8 * 138), seed_key=(1, "x", 0))
+    found = generate(
+        policy, problems, replace(sampling, tokens_in_flight=8 * 138), seed_key=(1, "x", 0)
+    )
     assert ids(found) == ids(expected)
 
 
@@ -336,7 +356,9 @@ def test_how_many_rows_may_begin():
 
     def number(in_flight, begun, bound):
         of_rows = [prompts[row] for row in in_flight]
-        return num_admissible(prompts[begun:], of_rows, replace(SAMPLING, tokens_in_flight=bound), 20)
+        return num_admissible(
+            prompts[begun:], of_rows, replace(SAMPLING, tokens_in_flight=bound), 20
+        )
 
     assert number([], 0, None) == 12
     assert number([0], 4, None) == 8
@@ -358,8 +380,12 @@ def test_reordered_weights_give_the_same_logits(random_model, precision, toleran
         expected_BSV = policy.model(input_ids=ids_BS).logits.float()
     with policy.inference(), copied_weights(policy.model, precision):
         found_BSV = policy.model(input_ids=ids_BS).logits.float()
-        assert isinstance(policy.model.lm_head, CopiedLinear), "this machine has no re-ordered weights"
-    torch.testing.assert_close(found_BSV, expected_BSV, rtol=0, atol=tolerance * float(expected_BSV.abs().max()))
+        assert isinstance(policy.model.lm_head, CopiedLinear), (
+            "this machine has no re-ordered weights"
+        )
+    torch.testing.assert_close(
+        found_BSV, expected_BSV, rtol=0, atol=tolerance * float(expected_BSV.abs().max())
+    )
     assert type(policy.model.lm_head) is torch.nn.Linear
 
 

@@ -1,4 +1,5 @@
-"""One token by inverting the CDF, and the filters before it. Shapes: ``R`` rows, ``V`` vocabulary."""
+"""One token by inverting the CDF, and the filters before it. Shapes: ``R`` rows, ``V``
+vocabulary."""
 
 import math
 from dataclasses import replace
@@ -22,7 +23,8 @@ def softmax(logits, temperature=1.0):
 
 
 def filtered(probabilities, sampling):
-    """The filters in plain Python, renormalised: token -> probability. Ties go to the lower token id."""
+    """The filters in plain Python, renormalised: token -> probability. Ties go to the lower token
+    id."""
     order = sorted(range(len(probabilities)), key=lambda v: (-probabilities[v], v))
     kept = order[: sampling.top_k] if sampling.top_k > 0 else order
     if sampling.top_p < 1:
@@ -41,7 +43,8 @@ def filtered(probabilities, sampling):
 
 
 def test_inverting_the_cdf_by_hand():
-    # Probabilities 1/2, 1/4, 0, 1/4: edges at .5, .75, .75, 1. An edge belongs to the token after it.
+    # Probabilities 1/2, 1/4, 0, 1/4: edges at .5, .75, .75, 1. An edge belongs to the token after
+    # it.
     logits = torch.tensor([math.log(2), 0.0, -math.inf, 0.0])
     uniforms = [0.0, 0.25, 0.4999, 0.5, 0.6, 0.7499, 0.75, 0.9, HIGHEST]
     token_R, _ = draw_tokens(logits.expand(len(uniforms), -1), torch.tensor(uniforms), PLAIN)
@@ -72,8 +75,12 @@ def test_logprobs_are_at_the_temperature_and_before_the_filters():
         for changes in ({}, dict(top_k=2), dict(top_p=0.5), dict(min_p=0.5)):
             sampling = replace(PLAIN, temperature=temperature, **changes)
             token_R, logprob_R = draw_tokens(logits_RV, u_R, sampling)
-            for row, token, logprob in zip(logits_RV.tolist(), token_R.tolist(), logprob_R.tolist(), strict=True):
-                assert logprob == pytest.approx(math.log(softmax(row, temperature)[token]), abs=1e-5)
+            for row, token, logprob in zip(
+                logits_RV.tolist(), token_R.tolist(), logprob_R.tolist(), strict=True
+            ):
+                assert logprob == pytest.approx(
+                    math.log(softmax(row, temperature)[token]), abs=1e-5
+                )
 
 
 # --- filters

@@ -25,8 +25,12 @@ DELTA = dict(
     linear_value_head_dim=8,
 )
 DELTA |= dict(head_dim=8, layer_types=["linear_attention", "full_attention"])
-MAMBA2 = dict(mamba_n_heads=8, mamba_d_head=8, mamba_n_groups=1, mamba_d_state=8, mamba_chunk_size=8)
-HYBRID = MAMBA2 | dict(layer_types=["mamba", "attention"], num_local_experts=2, num_experts_per_tok=1)
+MAMBA2 = dict(
+    mamba_n_heads=8, mamba_d_head=8, mamba_n_groups=1, mamba_d_state=8, mamba_chunk_size=8
+)
+HYBRID = MAMBA2 | dict(
+    layer_types=["mamba", "attention"], num_local_experts=2, num_experts_per_tok=1
+)
 SAMPLED = {
     "llama": SIZES,
     "phi3": PHI3,
@@ -38,7 +42,8 @@ SAMPLED = {
     READS_IMAGES[0]: READS_IMAGES[1],
 }
 REFUSED = {
-    "recurrent_gemma": SIZES | dict(lru_width=32, block_types=["recurrent", "attention"], head_dim=8),
+    "recurrent_gemma": SIZES
+    | dict(lru_width=32, block_types=["recurrent", "attention"], head_dim=8),
     "mamba": dict(vocab_size=V, hidden_size=32, num_hidden_layers=2, state_size=8),
 }
 """Models whose decode steps give other logits."""
@@ -66,14 +71,22 @@ def test_sampled_and_scored_as_each_row_alone(name):
     scorer = CompletionScorer(policy.model)
     check_model(policy, scorer)
     problems = [Problem(i, "", tuple(range(3, 3 + n))) for i, n in enumerate((9, 4, 1))]
-    groups = BuiltinEngine(policy).generate(problems, SamplingParams(3, 24), seed_key=(0, "test", 0))
+    groups = BuiltinEngine(policy).generate(
+        problems, SamplingParams(3, 24), seed_key=(0, "test", 0)
+    )
     batch = collate(groups, torch.zeros(3, 3), pad_id=0)
     scored_BT, _ = scorer(*batch.scorer_inputs)
-    rows = [(group.problem.prompt_ids, completion) for group in groups for completion in group.completions]
+    rows = [
+        (group.problem.prompt_ids, completion)
+        for group in groups
+        for completion in group.completions
+    ]
     assert len({len(completion.ids) for _, completion in rows}) > 2, "rows leave at different times"
     for b, (prompt, completion) in enumerate(rows):
         n = len(completion.ids)
-        logits_SV = policy.model(torch.tensor([[*prompt, *completion.ids]]), use_cache=False).logits[0]
+        logits_SV = policy.model(
+            torch.tensor([[*prompt, *completion.ids]]), use_cache=False
+        ).logits[0]
         logprobs_TV = logits_SV[len(prompt) - 1 : -1].log_softmax(dim=-1)
         alone_T = logprobs_TV.gather(1, torch.tensor(completion.ids)[:, None])[:, 0]
         torch.testing.assert_close(batch.sampling_logprobs_BT[b, :n], alone_T, rtol=0, atol=1e-4)

@@ -1,4 +1,5 @@
-"""The largest step, tried first, changes no bit of the run, and where memory is short it names a value that fits."""
+"""The largest step, tried first, changes no bit of the run, and where memory is short it names a
+value that fits."""
 
 import json
 import os
@@ -24,7 +25,10 @@ def results_of(output, step: int):
     rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     files = json.loads((output / f"checkpoint-{step}" / "manifest.json").read_text())["files"]
     return (
-        [{key: value for key, value in row.items() if not key.startswith(VOLATILE)} for row in rows],
+        [
+            {key: value for key, value in row.items() if not key.startswith(VOLATILE)}
+            for row in rows
+        ],
         {name: files[name] for name in ("model.safetensors", "trainer/states/__0_0.distcp")},
     )
 
@@ -32,12 +36,21 @@ def results_of(output, step: int):
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_try_changes_no_bit(tmp_path, random_model, ranks):
-    """Stopped after two steps and continued, so that it also happens when the optimizer has its averages."""
-    arguments = [*small_run(random_model, tmp_path), "algorithm.num_iterations=2", "model.gradient_checkpointing=true"]
+    """Stopped after two steps and continued, so that it also happens when the optimizer has its
+    averages."""
+    arguments = [
+        *small_run(random_model, tmp_path),
+        "algorithm.num_iterations=2",
+        "model.gradient_checkpointing=true",
+    ]
     for steps in (2, 4):
         results = []
         for tried in ("true", "false"):
-            more = [f"optim.max_steps={steps}", f"output_dir={tmp_path}/{tried}", f"runtime.try_largest_step={tried}"]
+            more = [
+                f"optim.max_steps={steps}",
+                f"output_dir={tmp_path}/{tried}",
+                f"runtime.try_largest_step={tried}",
+            ]
             done = run_trainer(*arguments, *more, "checkpoint.accept_changes=true", ranks=ranks)
             assert ("the largest possible step was tried in " in done.stdout) == (tried == "true")
             results.append(results_of(tmp_path / tried, steps))
@@ -63,8 +76,11 @@ def test_it_restores_generators_gradients_and_weights(tmp_path):
         run.close()
 
 
-def test_it_takes_the_longest_prompts_and_completions_of_full_length(tmp_path, random_model, monkeypatch):
-    """A rollout of 6 problems x 4 completions of 12 tokens; two packed micro-batches of at most 100 tokens."""
+def test_it_takes_the_longest_prompts_and_completions_of_full_length(
+    tmp_path, random_model, monkeypatch
+):
+    """A rollout of 6 problems x 4 completions of 12 tokens; two packed micro-batches of at most 100
+    tokens."""
     more = ["optim.tokens_per_microbatch=100", "algorithm.num_minibatches=2"]
     config = load_config([*small_run(random_model, tmp_path / "run"), *more])
     run = prepare(config, start_world(config.runtime))
@@ -73,7 +89,9 @@ def test_it_takes_the_longest_prompts_and_completions_of_full_length(tmp_path, r
     L = lengths[0]
     rollouts = []
     passes = []
-    monkeypatch.setattr(run.sampler.engine, "dry_run", lambda *arguments: rollouts.append(arguments))
+    monkeypatch.setattr(
+        run.sampler.engine, "dry_run", lambda *arguments: rollouts.append(arguments)
+    )
 
     def watched(scorer, inputs, outputs):
         sequence_ids_BS, _, mask_BT, group_B = inputs
@@ -119,11 +137,21 @@ def run_with(mib: int, *arguments: str, tmp_path, rank: int = 0, ranks: int = 1)
     """A run whose memory may grow by so many MiB from the start of the try."""
     script = tmp_path / "limited.py"
     script.write_text(LIMITED.format(root=str(ROOT), mib=mib, rank=str(rank)))
-    # Only tensors shall count towards the limit: no holes in the heap (large allocations get pages of their own and
-    # return them), no arenas of threads, none of the kernels that oneDNN caches for every shape (150 MiB in a rollout).
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
+    # Only tensors shall count towards the limit: no holes in the heap (large allocations get pages
+    # of their own and return them), no arenas of threads, none of the kernels that oneDNN caches
+    # for every shape (150 MiB in a rollout).
+    env = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "MALLOC_MMAP_THRESHOLD_": "65536",
+        "MALLOC_ARENA_MAX": "1",
+    }
     env |= {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "0", "LRU_CACHE_CAPACITY": "1"}
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
+    launcher = (
+        ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+        if ranks > 1
+        else []
+    )
     return subprocess.run(
         [
             sys.executable,
@@ -177,7 +205,9 @@ def chosen(done, key: str) -> list[str]:
     """The values that the run chose for a key because the default did not fit."""
     assert done.returncode == 0, done.stderr[-3000:]
     assert "the largest possible step was tried in " in done.stdout
-    return re.findall(rf"^note      {DOES_NOT_FIT}{key}=.* is too much .*; using (\d+), equal", done.stdout, re.M)
+    return re.findall(
+        rf"^note      {DOES_NOT_FIT}{key}=.* is too much .*; using (\d+), equal", done.stdout, re.M
+    )
 
 
 def state_of(output, step: int) -> dict:
@@ -186,9 +216,15 @@ def state_of(output, step: int) -> dict:
 
 @pytest.mark.slow
 def test_a_default_that_does_not_fit_is_lowered(tmp_path, long_model):
-    """Continued, with more memory, the run keeps the value: its bits are those of a run that was not interrupted."""
+    """Continued, with more memory, the run keeps the value: its bits are those of a run that was
+    not interrupted."""
     output = tmp_path / "run"
-    arguments = [*long_run(long_model, output), "algorithm.beta=0.0", "optim.max_steps=2", "checkpoint.save_steps=1"]
+    arguments = [
+        *long_run(long_model, output),
+        "algorithm.beta=0.0",
+        "optim.max_steps=2",
+        "checkpoint.save_steps=1",
+    ]
     (value,) = chosen(run_with(60, *arguments, tmp_path=tmp_path), "optim.tokens_per_microbatch")
     assert 800 < int(value) < 16384 and state_of(output, 2)["tokens_per_microbatch"] == int(value)
     whole = results_of(output, 2)
@@ -201,7 +237,9 @@ def test_a_default_that_does_not_fit_is_lowered(tmp_path, long_model):
 @pytest.mark.slow
 def test_a_rollout_too_large(tmp_path):
     """Without a limit by the user one is chosen. 40,000 tokens need 140 MiB, 80,000 need 240."""
-    model = save_random_model(tmp_path / "model", max_position_embeddings=1024, hidden_size=128, num_key_value_heads=4)
+    model = save_random_model(
+        tmp_path / "model", max_position_embeddings=1024, hidden_size=128, num_key_value_heads=4
+    )
     arguments = long_run(
         model,
         tmp_path / "run",
@@ -216,11 +254,14 @@ def test_a_rollout_too_large(tmp_path):
 
 @pytest.mark.slow
 def test_not_even_one_fits(tmp_path):
-    """In wide layers one completion needs less than 30 MiB while it is sampled, and more than 70 in an update.
+    """In wide layers one completion needs less than 30 MiB while it is sampled, and more than 70 in
+    an update.
 
     (14 and 70 with torch 2.13; torch 2.11, built for CUDA: 30 and 80.)
     """
-    model = save_random_model(tmp_path / "model", max_position_embeddings=1024, intermediate_size=4096)
+    model = save_random_model(
+        tmp_path / "model", max_position_embeddings=1024, intermediate_size=4096
+    )
     arguments = long_run(model, tmp_path / "run", "rollout.tokens_in_flight=500")
     told = refused(run_with(45, *arguments, tmp_path=tmp_path))
     assert re.fullmatch(
@@ -233,7 +274,9 @@ def test_not_even_one_fits(tmp_path):
 @pytest.mark.slow
 def test_all_ranks_stop_where_memory_is_short_on_one(tmp_path, long_model):
     arguments = long_run(long_model, tmp_path / "run", "algorithm.beta=0.0")
-    done = run_with(60, *arguments, "optim.tokens_per_microbatch=16384", tmp_path=tmp_path, ranks=2, rank=1)
+    done = run_with(
+        60, *arguments, "optim.tokens_per_microbatch=16384", tmp_path=tmp_path, ranks=2, rank=1
+    )
     assert done.returncode != 0
     (found,) = re.findall(
         r"^error: the largest possible step does not fit .*tokens_per_microbatch=16384 .*; (\d+) fits$",

@@ -12,7 +12,8 @@ from conftest import ROOT, environment_of_runs
 @pytest.mark.slow
 @pytest.mark.parametrize(("precision", "ranks"), [("bf16", 2), ("fp32", 1)])
 def test_memory_of_the_last_step_is_that_of_step_5(assets, tmp_path, precision, ranks):
-    """Every micro-batch has new lengths: kernels, with their working memory, were once kept for each of them."""
+    """Every micro-batch has new lengths: kernels, with their working memory, were once kept for
+    each of them."""
     command = [
         sys.executable,
         f"{ROOT}/benchmarks/memory.py",
@@ -25,7 +26,9 @@ def test_memory_of_the_last_step_is_that_of_step_5(assets, tmp_path, precision, 
         "rollout.prompts_per_step=2",
         "rollout.max_completion_length=32",
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500, env=environment_of_runs(), check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=500, env=environment_of_runs(), check=False
+    )
     assert done.returncode == 0, done.stderr
     rss = json.loads((tmp_path / "memory.json").read_text())["results"][0]["rss_mib"]
     assert len(rss) == 12

@@ -46,14 +46,18 @@ def test_worked_solutions_as_reference_answers_are_noticed():
         return [line for line in warnings_of(config, train, []) if "answers contain" in line]
 
     (line,) = warned("accuracy")
-    assert line.startswith("warning: 2 of 4 answers contain #### or \\boxed, and accuracy compares the whole text: ")
+    assert line.startswith(
+        "warning: 2 of 4 answers contain #### or \\boxed, and accuracy compares the whole text: "
+    )
     assert not warned("math_verify")
 
 
 def test_problems_that_are_left_out_are_counted():
     train = ProblemSet(problems(0, 7), num_too_long=2, num_empty=1, num_without_answer=4)
     evaluation = ProblemSet(problems(0, 5), num_too_long=1, num_empty=1)
-    line = data_line(DataConfig(dataset="file.jsonl", max_prompt_length=64), train, evaluation, num_evaluated=4)
+    line = data_line(
+        DataConfig(dataset="file.jsonl", max_prompt_length=64), train, evaluation, num_evaluated=4
+    )
     assert line == (
         "data      file.jsonl: 7 problems to train on, 4 of them with an empty answer; 4 to evaluate on; "
         "left out, as empty or longer than 64 tokens: 3 and 2"

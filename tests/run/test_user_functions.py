@@ -1,4 +1,5 @@
-"""A user's own loss and advantages by file: the built-in ones written again, mistakes, a changed file, the example."""
+"""A user's own loss and advantages by file: the built-in ones written again, mistakes, a changed
+file, the example."""
 
 import math
 
@@ -58,7 +59,11 @@ constant = 3
         ("objective", "per_row", r"must return a tensor of shape \(3, 2\), got \(3,\)"),
         ("objective", "not_at_1", r"the loss \(nan\) is not finite"),
         ("objective", "over_rows", "that of a row depends on the other rows or on"),
-        ("objective", "per_width", "or on the number of padding columns, and so the update on how the batch is cut"),
+        (
+            "objective",
+            "per_width",
+            "or on the number of padding columns, and so the update on how the batch is cut",
+        ),
         ("objective", "gradient_of_the_mean", "that of a row depends on the other rows"),
         ("objective", "largest_advantage", "that of a row depends on the other rows"),
         ("objective", "fails", r"\(line 34\) raised KeyError: 'a'"),
@@ -71,7 +76,9 @@ def test_a_mistake_is_one_line_before_the_run_starts(tmp_path, key, name, messag
     file.write_text(FILE)
     with pytest.raises(ValueError, match=message) as caught:
         load_user_functions(make_config({f"algorithm.{key}": f"{file}:{name}"}))
-    assert str(caught.value).startswith(f"algorithm.{key}={file}:{name}") and "\n" not in str(caught.value)
+    assert str(caught.value).startswith(f"algorithm.{key}={file}:{name}") and "\n" not in str(
+        caught.value
+    )
 
 
 def test_advantages_without_a_file_are_refused():
@@ -86,11 +93,15 @@ def test_a_file_that_changed_is_read_again_in_the_same_process(tmp_path):
     for factor in (2, 3):
         file.write_text(f"def two(rewards_PG, values_PGF):\n    return {factor} * rewards_PG\n")
         found.append(load_user_functions(config).advantages(torch.ones(1, 1), None).item())
-    assert found == [2, 3] and load_user_functions(config).advantages is load_user_functions(config).advantages
+    assert (
+        found == [2, 3]
+        and load_user_functions(config).advantages is load_user_functions(config).advantages
+    )
 
 
 def test_the_example_by_hand():
-    """Ratios 2, 1, 0.5 and bounds 0.7, 1.5: the mean of 1.5, 1, 0.5 where A > 0, and of 2, 1, 0.7 where A < 0."""
+    """Ratios 2, 1, 0.5 and bounds 0.7, 1.5: the mean of 1.5, 1, 0.5 where A > 0, and of 2, 1, 0.7
+    where A < 0."""
     geometric_mean = load_object(f"{ROOT}/examples/own_loss.py:geometric_mean", "objective", "")
     new_BT = torch.tensor([[2.0, 1.0, 0.5]] * 2, dtype=torch.float64).log().requires_grad_()
     mask_BT = torch.ones(2, 3)
@@ -106,7 +117,10 @@ def test_the_example_by_hand():
     )
     above_median = load_object(f"{ROOT}/examples/own_loss.py:above_median", "advantages", "")
     rewards_PG = torch.tensor([[0.0, 0.0, 3.0], [math.nan, 1.0, 2.0]])
-    assert above_median(rewards_PG, rewards_PG[..., None]).nan_to_num(9).tolist() == [[0, 0, 3], [9, 0, 1]]
+    assert above_median(rewards_PG, rewards_PG[..., None]).nan_to_num(9).tolist() == [
+        [0, 0, 3],
+        [9, 0, 1],
+    ]
 
 
 @pytest.mark.slow
@@ -118,17 +132,25 @@ def test_runs_with_own_functions_are_those_of_the_built_in_ones(tmp_path, random
 
     def run(folder, *changes, **options):
         settings = "algorithm.num_minibatches=3", "algorithm.beta=0.1", "eval.before_training=false"
-        return run_trainer(*small_run(random_model, tmp_path / folder), *settings, *changes, **options)
+        return run_trainer(
+            *small_run(random_model, tmp_path / folder), *settings, *changes, **options
+        )
 
     own = f"algorithm.objective={file}:clip", f"algorithm.advantages={file}:advantages"
     run("built_in", "algorithm.scale=none", ranks=2)
     run("own", *own, ranks=2)
-    weights = [load_file(tmp_path / f"{name}/checkpoint-5/model.safetensors") for name in ("built_in", "own")]
+    weights = [
+        load_file(tmp_path / f"{name}/checkpoint-5/model.safetensors")
+        for name in ("built_in", "own")
+    ]
     for name, tensor in weights[0].items():
         torch.testing.assert_close(weights[1][name], tensor, rtol=1e-4, atol=1e-5)
     file.write_text(FILE.replace("torch.max", "torch.maximum"))
     done = run("own", *own, ranks=2, check=False)
-    assert done.returncode and f"was started with other settings (content of {file}: checkpoint '" in done.stderr
+    assert (
+        done.returncode
+        and f"was started with other settings (content of {file}: checkpoint '" in done.stderr
+    )
 
 
 @pytest.mark.slow

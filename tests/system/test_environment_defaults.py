@@ -16,5 +16,7 @@ def test_the_program_sets_them_before_torch_is_imported():
         "sys.meta_path.insert(0, Refused())\n"
         "import train_grpo\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
     assert done.stderr.strip() == "64"

@@ -1,4 +1,5 @@
-"""Secrets in a configuration: masked where they are written, taken from the environment where they are used."""
+"""Secrets in a configuration: masked where they are written, taken from the environment where they
+are used."""
 
 import sys
 
@@ -19,7 +20,11 @@ SECRETS = {
     "data_password": "d",
     "end_user_auth_token": "e",
 }
-NESTED = {"auth": {"headers": [{"X": "x"}]}, "api_keys": ["k", "l"], "db": {"password": "p-4", "port": 80}}
+NESTED = {
+    "auth": {"headers": [{"X": "x"}]},
+    "api_keys": ["k", "l"],
+    "db": {"password": "p-4", "port": 80},
+}
 PLAIN = {
     "max_tokens": 5,
     "stop_token": "</s>",
@@ -33,12 +38,18 @@ PLAIN = {
 
 
 def config_with(args: dict) -> Config:
-    return Config.model_validate({"reward": {"functions": [{"name": "rewards.py:judge", "args": args}]}})
+    return Config.model_validate(
+        {"reward": {"functions": [{"name": "rewards.py:judge", "args": args}]}}
+    )
 
 
 def test_secrets_are_masked_where_they_are_written():
     written = config_with(SECRETS | NESTED).for_writing()["reward"]["functions"][0]["args"]
-    hidden = {"auth": {"headers": [{"X": MASK}]}, "api_keys": [MASK, MASK], "db": {"password": MASK, "port": 80}}
+    hidden = {
+        "auth": {"headers": [{"X": MASK}]},
+        "api_keys": [MASK, MASK],
+        "db": {"password": MASK, "port": 80},
+    }
     assert written == dict.fromkeys(SECRETS, MASK) | hidden
     assert config_with(SECRETS).reward.functions[0].args == SECRETS, "the reward gets the real ones"
     for config in (config_with(PLAIN), Config()):
@@ -51,12 +62,17 @@ def test_secrets_are_masked_in_the_command(monkeypatch):
     others = ["train_grpo.py", "output_dir=sk-1", "data.answer_pattern=#### (.+)", "--debug"]
     monkeypatch.setattr("sys.argv", [*others, f"reward.functions={functions}"])
     mask_command_line()
-    assert sys.argv == [*others, "reward.functions=[{args: {api_key: '***', model: sk-model}, name: judge}]"]
+    assert sys.argv == [
+        *others,
+        "reward.functions=[{args: {api_key: '***', model: sk-model}, name: judge}]",
+    ]
 
 
 def test_references_are_resolved_when_the_reward_is_called(monkeypatch):
     functions = config_with(PLAIN).reward.functions
-    with pytest.raises(ValueError, match=r"^reward 'rewards.py:judge': .* JUDGE_KEY of \$\{JUDGE_KEY\} is not set$"):
+    with pytest.raises(
+        ValueError, match=r"^reward 'rewards.py:judge': .* JUDGE_KEY of \$\{JUDGE_KEY\} is not set$"
+    ):
         RewardRunner(functions)
     monkeypatch.setenv("JUDGE_KEY", "sk-1")
     args = RewardRunner(functions).specs[0].args

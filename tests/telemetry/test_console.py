@@ -1,4 +1,5 @@
-"""The console: no noise of libraries and a summary at the start of a run; the lines of steps and evaluations."""
+"""The console: no noise of libraries and a summary at the start of a run; the lines of steps and
+evaluations."""
 
 import re
 
@@ -20,11 +21,21 @@ def test_libraries_print_nothing_and_the_run_starts_with_a_summary(tmp_path, ran
     assert not re.search(r"Warning|deprecated|Writing|Loading|it/s", done.stderr)
     shown = done.stdout
     assert "6 problems x 4 completions, 2 rank(s), 1 update(s); 1 steps" in shown
-    assert f"{tmp_path}/run, checkpoint.save_steps=None; the same command or call continues from there" in shown
+    assert (
+        f"{tmp_path}/run, checkpoint.save_steps=None; the same command or call continues from there"
+        in shown
+    )
 
 
 def test_the_line_of_a_step():
-    metrics = {"step": 3, "reward": 1.5, "rewards/accuracy/mean": 0.25, "entropy": 0.5, "kl": 0.01, "step_time": 2.0}
+    metrics = {
+        "step": 3,
+        "reward": 1.5,
+        "rewards/accuracy/mean": 0.25,
+        "entropy": 0.5,
+        "kl": 0.01,
+        "step_time": 2.0,
+    }
     line = "step   3/150  reward 1.500  accuracy 0.250  seconds 2.00  kl 0.0100  entropy 0.500  left 04:54"
     assert console_line(metrics, 150) == line
 

@@ -1,4 +1,5 @@
-"""TensorBoard's event files and trackio's database, read back with their own readers, over an interruption."""
+"""TensorBoard's event files and trackio's database, read back with their own readers, over an
+interruption."""
 
 import json
 import shutil
@@ -58,7 +59,9 @@ def test_tensorboard_shows_no_step_twice_and_no_point_where_there_is_no_number(t
     assert points == [(1, 1.0), (2, 2.0), (3, 30.0)], "3 and 4 are computed again"
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard's own thread
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnhandledThreadExceptionWarning"
+)  # of TensorBoard's own thread
 def test_a_folder_that_cannot_be_written_costs_one_warning(tmp_path, capfd):
     writer = reporter(tmp_path, tensorboard=True)
     writer.step({"step": 1, "reward": 0.5})
@@ -71,7 +74,9 @@ def test_a_folder_that_cannot_be_written_costs_one_warning(tmp_path, capfd):
 
 
 def test_trackio_continues_the_run_of_a_resumed_start_alone(tmp_path, monkeypatch):
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # read when the package is imported
+    monkeypatch.setenv(
+        "TRACKIO_DIR", str(tmp_path / "trackio")
+    )  # read when the package is imported
     names = {"trackio": True, "project": "p", "run_name": "r"}
     report_over_an_interruption(tmp_path / "run", **names)
     new = reporter(tmp_path / "run", **names)
@@ -79,7 +84,9 @@ def test_trackio_continues_the_run_of_a_resumed_start_alone(tmp_path, monkeypatc
     new.close()
     with sqlite3.connect(tmp_path / "trackio" / "p.db") as database:
         rows = database.execute("select run_id, step, metrics from metrics").fetchall()
-    assert [step for _, step, _ in rows] == [0, 1, 2, 3, 4, 3, 1], "step 3, which was computed again, is there twice"
+    assert [step for _, step, _ in rows] == [0, 1, 2, 3, 4, 3, 1], (
+        "step 3, which was computed again, is there twice"
+    )
     runs = [run for run, _, _ in rows]
     assert len(set(runs[:6])) == 1 and len(set(runs)) == 2
     metrics = json.loads(rows[1][2])

@@ -30,7 +30,12 @@ def given(metric: str, values: list) -> list[tuple[int, str]]:
         ("completions/clipped_ratio", [0.5] * 30, 3, "50% of the completions"),
         ("tools/call_frequency", [0.5, 0.5] + [0.0] * 30, 12, "nobody called the tool"),
         ("time/frac_core_wait", [0.0] * 3 + [0.5] * 20, 6, "25% of the time"),  # 3 * 0.5 / 6
-        ("kl", [None, 9.0, None, None, NAN, 9.0] + [None] * 20, 3, "9.00 nats"),  # over the numbers that there are
+        (
+            "kl",
+            [None, 9.0, None, None, NAN, 9.0] + [None] * 20,
+            3,
+            "9.00 nats",
+        ),  # over the numbers that there are
     ],
 )
 def test_a_hint_is_given_once_and_alone(metric, values, step, words):
@@ -55,7 +60,12 @@ def test_the_verdict_is_about_the_last_steps():
 
 
 def test_rules_and_limits_are_those_of_the_document():
-    table = (ROOT / "docs" / "metrics.md").read_text().split("## Hints")[1].split("## What is written")[0]
+    table = (
+        (ROOT / "docs" / "metrics.md")
+        .read_text()
+        .split("## Hints")[1]
+        .split("## What is written")[0]
+    )
     rows = [row.strip("| ").split(" | ") for row in table.splitlines() if row.startswith("| ")][1:]
     expected = []
     for rule in RULES:

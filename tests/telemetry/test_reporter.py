@@ -1,4 +1,5 @@
-"""The reporter: lines on the console, hints, metrics.jsonl and intervals.jsonl, on the main rank only."""
+"""The reporter: lines on the console, hints, metrics.jsonl and intervals.jsonl, on the main rank
+only."""
 
 from grpo.config import Config
 from grpo.telemetry.records import read_lines
@@ -42,7 +43,8 @@ def test_a_resumed_run_continues_both_files(tmp_path):
 
 
 def test_an_evaluation_is_in_the_line_of_its_step(tmp_path):
-    """Also where it is made a second time, by a run that a stop cut off in it; shorter numbers leave nothing behind."""
+    """Also where it is made a second time, by a run that a stop cut off in it; shorter numbers
+    leave nothing behind."""
     writer = reporter(tmp_path)
     writer.step({"step": 1, "reward": 0.5})
     writer.step({"step": 2, "reward": 0.25})
@@ -69,10 +71,14 @@ def test_a_hint_is_printed_once_also_over_an_interruption(tmp_path, capsys):
     first = reporter(tmp_path)
     for step in range(1, 6):
         first.step({"step": step, "reward": 0.5, "kl": 2.0})
-        assert ("hint: the KL to the reference is 2.00 nats" in capsys.readouterr().out) == (step == 3)
+        assert ("hint: the KL to the reference is 2.00 nats" in capsys.readouterr().out) == (
+            step == 3
+        )
     second = reporter(tmp_path, first_step=4)
     second.step({"step": 5, "reward": 0.5, "kl": 2.0})
-    assert list(second.hints.verdict()) == ["KL"], "the verdict knows the steps before the interruption"
+    assert list(second.hints.verdict()) == ["KL"], (
+        "the verdict knows the steps before the interruption"
+    )
     assert "hint" not in capsys.readouterr().out
 
 

@@ -1,4 +1,5 @@
-"""The completions that a run keeps: what is written can be read back, and the log-probs are those of the policy."""
+"""The completions that a run keeps: what is written can be read back, and the log-probs are those
+of the policy."""
 
 import json
 from collections import Counter
@@ -7,7 +8,7 @@ import pytest
 import torch
 from conftest import load, run_trainer, small_run
 
-from grpo.algorithm.batch import Completion, Group, Problem, Turns, right_pad
+from grpo.algorithm.batch import Completion, Group, MultiTurnCompletion, Problem, right_pad
 from grpo.algorithm.logprobs import CompletionScorer
 from grpo.config import DataConfig
 from grpo.data import render
@@ -37,7 +38,9 @@ def records_of(completion: Completion, answer, prompt) -> list[dict]:
 
 def test_records_are_read_as_they_were_written(tmp_path):
     chat = [{"role": "user", "content": "2+2"}]
-    turns = Turns((7, 8), NASTY, True, logged={"why": NASTY, "n": 1}, loss_mask=(True, False))
+    turns = MultiTurnCompletion(
+        (7, 8), NASTY, True, logged={"why": NASTY, "n": 1}, loss_mask=(True, False)
+    )
     records = records_of(turns, {"é": [70], "bytes": b"7"}, chat)
     write_samples(tmp_path / "a.parquet", records)
     (row,) = read_samples(tmp_path / "a.parquet")
@@ -52,7 +55,8 @@ def test_records_are_read_as_they_were_written(tmp_path):
 
 
 def test_a_step_that_changes_nothing_has_ratios_of_one_also_in_bf16(tmp_path, random_model):
-    """In bf16, without packing, log-probs from sampling differ from those of the loss; the file has the loss's."""
+    """In bf16, without packing, log-probs from sampling differ from those of the loss; the file has
+    the loss's."""
     run_trainer(
         *small_run(random_model, tmp_path),
         "optim.max_steps=1",
@@ -76,13 +80,18 @@ def test_the_log_probs_are_those_of_the_policy_before_and_after_the_step(tmp_pat
     )
     records = read_samples(tmp_path / "run" / "completions" / "step_000001.parquet")
     assert list(Counter(row["problem"] for row in records).values()) == [2, 2, 1]
-    policies = {"logprobs": load(random_model), "updated_logprobs": load(tmp_path / "run" / "checkpoint-1")}
+    policies = {
+        "logprobs": load(random_model),
+        "updated_logprobs": load(tmp_path / "run" / "checkpoint-1"),
+    }
     tokenizer = policies["logprobs"].tokenizer
     stops = Stops(policies["logprobs"], [])
     for row in records:
         assert len(row["tokens"]) == len(row["token_ids"]) == row["length"]
         assert stops.text(row["token_ids"]) == row["completion"]
-        prompt_ids = tokenizer(render(row["prompt"], tokenizer, DataConfig()), add_special_tokens=False)["input_ids"]
+        prompt_ids = tokenizer(
+            render(row["prompt"], tokenizer, DataConfig()), add_special_tokens=False
+        )["input_ids"]
         ids = row["token_ids"]
         mask_BT = torch.ones(1, len(ids), dtype=torch.bool)
         for column, policy in policies.items():
@@ -93,4 +102,6 @@ def test_the_log_probs_are_those_of_the_policy_before_and_after_the_step(tmp_pat
             assert row[column] == pytest.approx(scored_BT[0].tolist(), abs=1e-4), column
         # In the first step the reference is the sampling policy.
         assert row["ref_logprobs"] == pytest.approx(row["logprobs"], abs=1e-5)
-        assert row["updated_logprobs"] != pytest.approx(row["logprobs"], abs=1e-4), "the step changed them"
+        assert row["updated_logprobs"] != pytest.approx(row["logprobs"], abs=1e-4), (
+            "the step changed them"
+        )

@@ -1,4 +1,5 @@
-"""wandb in whole runs without a server: what the offline files hold; and TensorBoard's event files."""
+"""wandb in whole runs without a server: what the offline files hold; and TensorBoard's event
+files."""
 
 import json
 
@@ -20,7 +21,12 @@ def offline_records(output):
         kind = record.WhichOneof("record_type")
         if kind == "history":
             items = record.history.item
-            history.append({item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items})
+            history.append(
+                {
+                    item.key or "/".join(item.nested_key): json.loads(item.value_json)
+                    for item in items
+                }
+            )
         elif kind == "metric":
             axes.add((record.metric.glob_name or record.metric.name, record.metric.step_metric))
         elif kind == "run":
@@ -42,7 +48,9 @@ def test_an_offline_run_has_the_same_metrics_as_the_jsonl_file(tmp_path, random_
         f"reward.functions={functions}",
         ranks=2,
     )
-    with_the_key = [p for p in output.rglob("*") if p.is_file() and b"sk-of-the-test" in p.read_bytes()]
+    with_the_key = [
+        p for p in output.rglob("*") if p.is_file() and b"sk-of-the-test" in p.read_bytes()
+    ]
     assert not with_the_key and "api_key: '***'" in (output / "config.yaml").read_text()
     history, config, axes = offline_records(output)
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
@@ -56,7 +64,10 @@ def test_an_offline_run_has_the_same_metrics_as_the_jsonl_file(tmp_path, random_
                 assert points[written["step"]] == pytest.approx(value), name
     assert config["rollout"]["num_generations"] == 4
     assert ("*", "step") in axes, "wandb's panels use our step as the x axis"
-    assert f"wandb     offline; send this run with: wandb sync {output}/wandb/offline-run-*-" in done.stdout
+    assert (
+        f"wandb     offline; send this run with: wandb sync {output}/wandb/offline-run-*-"
+        in done.stdout
+    )
 
     records = read_samples(output / "completions" / "step_000002.parquet")
     (media,) = output.glob("wandb/offline-run-*/files/" + history[2]["completions/path"])

@@ -1,4 +1,5 @@
-"""wandb online, with a local server in place of the real one (one that fails: ``tests/faults/test_wandb.py``)."""
+"""wandb online, with a local server in place of the real one (one that fails:
+``tests/faults/test_wandb.py``)."""
 
 import json
 import os
@@ -34,7 +35,9 @@ def report(folder, url: str, first: int, last: int) -> str:
         "no_proxy": "127.0.0.1",
     }
     command = [sys.executable, "-c", SCRIPT, str(first), str(last), str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=200)
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=200
+    )
     assert "the run goes on" in done.stdout, done.stderr[-2000:]
     return done.stdout
 
@@ -43,11 +46,16 @@ def report(folder, url: str, first: int, last: int) -> str:
 def test_a_server_gets_each_step_once_also_after_an_interruption(tmp_path):
     with service("well") as running:
         output = report(tmp_path / "run", running.url, 0, 3)
-        assert output.startswith(f"wandb     {running.url}/me/grpo/runs/abcd1234\n") and "warning" not in output
+        assert (
+            output.startswith(f"wandb     {running.url}/me/grpo/runs/abcd1234\n")
+            and "warning" not in output
+        )
         assert [(line["_step"], line["step"], line["reward"]) for line in running.lines] == [
             (1, 1, 0.1), (2, 2, 0.2), (3, 3, 0.3),
         ]  # fmt: skip
-        report(tmp_path / "run", running.url, 2, 5)  # resumed from a checkpoint at step 2: step 3 is sent again
+        report(
+            tmp_path / "run", running.url, 2, 5
+        )  # resumed from a checkpoint at step 2: step 3 is sent again
         assert [line["step"] for line in running.lines] == [1, 2, 3, 4, 5]
         assert [line["_step"] for line in running.lines] == [1, 2, 3, 4, 5]
     written = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()

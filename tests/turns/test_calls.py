@@ -1,7 +1,7 @@
 """Calls in each form that models write, and the check at the start that finds the form of a run.
 
-The templates are written here, as short as they can be, in the form of those that the models have on the Hub.
-"""
+The templates are written here, as short as they can be, in the form of those that the models have
+on the Hub."""
 
 import random
 
@@ -15,7 +15,10 @@ def chatml(calls, *, shows_tools=True, content="{{ m.content }}"):
     """A template whose assistant messages have their calls as ``calls`` writes them."""
     shown = "{% if tools %}{{ tools | tojson }}\n{% endif %}" if shows_tools else ""
     return (
-        shown + "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.tool_calls %}" + calls + "{% else %}"
+        shown
+        + "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.tool_calls %}"
+        + calls
+        + "{% else %}"
         f"{content}{{% endif %}}<|im_end|>\n{{% endfor %}}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
@@ -29,13 +32,16 @@ LLAMA = chatml(  # Llama 3.1 and 3.2 take one call in a turn
     + """{{ '{"name": "' + f.name + '", "parameters": ' }}{{ f.arguments | tojson }}}""" + END
 )  # fmt: skip
 QWEN_XML = chatml(  # Qwen3-Coder, Qwen3.5, Nemotron 3
-    EACH + "<tool_call>\n<function={{ f.name }}>\n{% for k, v in f.arguments.items() %}<parameter={{ k }}>\n"
+    EACH
+    + "<tool_call>\n<function={{ f.name }}>\n{% for k, v in f.arguments.items() %}<parameter={{ k }}>\n"
     "{{ v | tojson if v is mapping or (v is sequence and v is not string) else v | string }}\n</parameter>\n"
     "{% endfor %}</function>\n</tool_call>" + END
 )
 # As DeepSeek V3.1 and GLM 4.5 write calls: nothing here reads them.
 OTHER = chatml(EACH + "<|call|>{{ f.name }}<|sep|>{{ f.arguments | tojson }}" + END)
-DEAF = CHATML.replace("{% for m", "{{ tools | tojson if tools }}{% for m", 1)  # LFM2's first one shows tools alone
+DEAF = CHATML.replace(
+    "{% for m", "{{ tools | tojson if tools }}{% for m", 1
+)  # LFM2's first one shows tools alone
 
 
 def schema(name, **types):
@@ -132,7 +138,8 @@ PIECES = [
 
 
 def test_readers_take_any_text_in_linear_time():
-    """The model may write anything. A time that grows as the square of the length would be hours here."""
+    """The model may write anything. A time that grows as the square of the length would be hours
+    here."""
     draw = random.Random(0)
     for _ in range(1000):
         text = "".join(draw.choices(PIECES, k=draw.randrange(1, 30)))
@@ -151,7 +158,8 @@ def test_readers_take_any_text_in_linear_time():
         assert reader("<tool_call>" * 100_000 + "</lookup>", SCHEMAS) == []
 
 
-# As gpt-oss: the last turn ends in another token than earlier ones; a result needs a call before it.
+# As gpt-oss: the last turn ends in another token than earlier ones; a result needs a call before
+# it.
 GPT_OSS = (
     "{% for m in messages %}<|start|>{{ m.role }}{% if m.tool_calls %} to={{ m.tool_calls[0].function.name }}"
     "<|message|>{{ m.tool_calls[0].function.arguments | tojson }}<|im_end|>{% elif m.role == 'tool' and not"

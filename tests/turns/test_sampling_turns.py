@@ -1,4 +1,5 @@
-"""Turns in the built-in engine: answers enter the KV cache, and only the model's own tokens are scored and trained."""
+"""Turns in the built-in engine: answers enter the KV cache, and only the model's own tokens are
+scored and trained."""
 
 import random
 import time
@@ -23,11 +24,14 @@ SEED_KEY = (7, "rollout", 3)
 
 
 def problems_of(policy, *texts):
-    return [Problem(i, text, tuple(policy.tokenizer(text)["input_ids"])) for i, text in enumerate(texts)]
+    return [
+        Problem(i, text, tuple(policy.tokenizer(text)["input_ids"])) for i, text in enumerate(texts)
+    ]
 
 
 class Answers:
-    """Answers of 1 to 9 tokens that depend on the turn alone, for a number of turns; they arrive late, out of order."""
+    """Answers of 1 to 9 tokens that depend on the turn alone, for a number of turns; they arrive
+    late, out of order."""
 
     def __init__(self, T, vocabulary=200, seconds=0.0):
         self.T = T
@@ -64,8 +68,11 @@ def sample(policy, problems, sampling=SAMPLING, **options):
 
 
 def check_scores(policy, groups, tolerance=1e-4):
-    """Sampled log-probs are those that the scorer computes from the whole conversation; 0 at answers."""
-    batch = collate(groups, torch.zeros(len(groups), len(groups[0].completions)), pad_id=policy.pad_id)
+    """Sampled log-probs are those that the scorer computes from the whole conversation; 0 at
+    answers."""
+    batch = collate(
+        groups, torch.zeros(len(groups), len(groups[0].completions)), pad_id=policy.pad_id
+    )
     scorer = CompletionScorer(policy.model, temperature=0.9)
     scorer.find_plain_head(batch.sequence_ids_BS)
     scorer.packed = packing_enabled(policy.model)
@@ -91,7 +98,9 @@ def test_sampler_and_scorer_agree_over_three_turns(policy):
             assert completion.sampled_ids == sum(answers.turns[row], ())
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gpt2, learned positions", "sliding window", "convolutions"])
+@pytest.mark.parametrize(
+    "name", ["qwen3", "gpt2, learned positions", "sliding window", "convolutions"]
+)
 def test_every_kind_of_cache_goes_on_after_an_answer(name):
     kind, settings, *_ = (CAN | CANNOT)[name]
     model = build(kind, settings)
@@ -127,7 +136,9 @@ def test_tokens_depend_neither_on_the_batch_nor_on_how_long_an_answer_takes(poli
     logprobs = [c.sampling_logprobs for group in groups for c in group.completions]
     late, _ = sample(policy, problems, seconds=0.05)
     assert rows_of(late) == rows_of(groups)
-    assert [c.sampling_logprobs for group in late for c in group.completions] == logprobs  # the same bits
+    assert [
+        c.sampling_logprobs for group in late for c in group.completions
+    ] == logprobs  # the same bits
     few, _ = sample(policy, problems, replace(SAMPLING, tokens_in_flight=300))
     assert rows_of(few) == rows_of(groups)
     alone = [sample(policy, [problem])[0][0] for problem in problems]
@@ -145,7 +156,8 @@ def test_a_stop_string_in_an_answer_ends_no_turn(policy):
 
 
 def test_masks_of_a_conversation_by_hand():
-    """Prompt 5 6; the model says 7 8, a tool 9 9 9, the model 4. Only 7 8 4 are scored, counted and trained."""
+    """Prompt 5 6; the model says 7 8, a tool 9 9 9, the model 4. Only 7 8 4 are scored, counted and
+    trained."""
     mask = (True, True, False, False, False, True)
     logprobs = (-1.0, -2.0, 0.0, 0.0, 0.0, -3.0)
     turns = Completion((7, 8, 9, 9, 9, 4), "", True, logprobs, loss_mask=mask)
@@ -158,7 +170,8 @@ def test_masks_of_a_conversation_by_hand():
     assert turns.sampled_ids == (7, 8, 4)
     assert loss_denominator(batch.loss_mask_BT, aggregation="token_mean") == 5
 
-    # reinforce: -A * logprob; a mean over the 3 sampled tokens, whatever stands at those of the tool
+    # reinforce: -A * logprob; a mean over the 3 sampled tokens, whatever stands at those of the
+    # tool
     logprobs_BT = torch.tensor(
         [
             [-1.0, -2.0, 99.0, 99.0, 99.0, -3.0],

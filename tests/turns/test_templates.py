@@ -1,5 +1,5 @@
-"""The tokens of an answer for each family of chat templates, and templates that cannot go on. The templates are written
-here, in the form of each family."""
+"""The tokens of an answer for each family of chat templates, and templates that cannot go on. The
+templates are written here, in the form of each family."""
 
 import pytest
 from tokenizers import AddedToken
@@ -20,7 +20,8 @@ QWEN = (
     "\n<tool_call>\n{{ c.function | tojson }}\n</tool_call>{% endfor %}<|im_end|>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-# Turns before the last question of the user lose their thinking, and the last turn gets an empty one.
+# Turns before the last question of the user lose their thinking, and the last turn gets an empty
+# one.
 QWEN3 = (
     "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
     "{% endif %}{% endfor %}{% for m in messages %}<|im_start|>{{ 'user' if m.role == 'tool' else m.role }}\n"
@@ -108,7 +109,8 @@ def test_the_answer_of_each_family_of_templates(family):
 
 
 def test_a_turn_that_a_stop_string_ended_gets_the_token_with_which_the_template_ends_turns():
-    """Not the first EOS: Qwen2.5 has the end of a document as well, Llama 3 the end of a message for the terminal."""
+    """Not the first EOS: Qwen2.5 has the end of a document as well, Llama 3 the end of a message
+    for the terminal."""
     tokenizer = form_of(CHATML, "<|im_end|>").tokenizer
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     form = TurnFormat(tokenizer, [tokenizer.pad_token_id, end], "tags")
@@ -138,7 +140,12 @@ def test_results_of_tools_have_the_template_that_prompts_with_tools_have():
     default = FAMILIES["chatml"][3]
     results = [{"role": "tool", "name": "f", "content": content} for content in "78"]
     assert form.tokenizer.decode(form.answer(results, form.eos_ids[-1], 99)) == tool_use
-    assert form.tokenizer.decode(form.answer([{"role": "user", "content": "go"}], form.eos_ids[-1], 99)) == default
+    assert (
+        form.tokenizer.decode(
+            form.answer([{"role": "user", "content": "go"}], form.eos_ids[-1], 99)
+        )
+        == default
+    )
 
 
 def test_answers_have_the_variables_of_the_prompts():

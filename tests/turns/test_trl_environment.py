@@ -30,7 +30,8 @@ DIFFERENT = dict.fromkeys(CONTINUED, ("completion_ids", "mask", "messages")) | {
     "integer as a string": ("completion_ids", "mask", "messages", "reward"),
     # TRL makes no call of the turn.
     "a good call, then broken JSON": ("completion_ids", "mask", "messages", "reward"),
-    # TRL keeps an answer that leaves no room for a token of the model; here the completion ends before it.
+    # TRL keeps an answer that leaves no room for a token of the model; here the completion ends
+    # before it.
     "answer fits exactly": ("completion_ids", "mask", "messages"),
     # The error names the module of the class in TRL.
     "arguments in a string": ("completion_ids", "mask", "messages"),
@@ -39,7 +40,8 @@ DIFFERENT = dict.fromkeys(CONTINUED, ("completion_ids", "mask", "messages")) | {
 
 
 def without_text(messages):
-    """Messages without the text of the model: TRL takes the calls out of it, and here they stay in it."""
+    """Messages without the text of the model: TRL takes the calls out of it, and here they stay in
+    it."""
     kept = []
     for message in messages:
         is_result = message["role"] == "tool"
@@ -60,9 +62,13 @@ def test_the_same_tokens_make_the_same_conversation(random_model):
     G = len(records) // 2
     T = recorded["max_completion_length"]
     of_problem = [record["row"] for record in records[::G]]
-    columns = [{name: value for name, value in row.items() if name != "prompt"} for row in of_problem]
+    columns = [
+        {name: value for name, value in row.items() if name != "prompt"} for row in of_problem
+    ]
     rows = Rows("rows", [row["prompt"] for row in of_problem], columns)
-    problems = make_problems(rows, config.data, policy.tokenizer, schemas_of=tools.schemas_of).problems
+    problems = make_problems(
+        rows, config.data, policy.tokenizer, schemas_of=tools.schemas_of
+    ).problems
     script = [record["turns"][: record["turns_sampled"]] for record in records]
     engine = TurnsEngine(Scripted(policy, script), tools, config)
     engine.check()

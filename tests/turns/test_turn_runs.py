@@ -1,4 +1,5 @@
-"""Whole runs with turns: the same on 1, 2 and 3 ranks, killed and continued with the same bits, shown everywhere."""
+"""Whole runs with turns: the same on 1, 2 and 3 ranks, killed and continued with the same bits,
+shown everywhere."""
 
 import contextlib
 import io
@@ -44,7 +45,8 @@ def arguments(model, output, *more):
 
 
 class Runs(dict):
-    """Number of ranks -> the folder of a run on so many, which is trained when it is first asked for."""
+    """Number of ranks -> the folder of a run on so many, which is trained when it is first asked
+    for."""
 
     def __init__(self, folder, model):
         super().__init__()
@@ -88,7 +90,9 @@ def test_same_conversations_and_weights_on_any_number_of_ranks(runs, ranks):
     assert len(sampled(runs[ranks])) >= 72 // ranks - 8
     for one, many in zip(lines(runs[1]), lines(runs[ranks]), strict=True):
         for name in one.keys() - {"sampling/logprob_difference", "loss", "grad_norm"}:
-            assert many[name] == pytest.approx(one[name], rel=1e-4, abs=1e-5), f"{name} at step {one['step']}"
+            assert many[name] == pytest.approx(one[name], rel=1e-4, abs=1e-5), (
+                f"{name} at step {one['step']}"
+            )
     found = weights(runs[ranks] / "checkpoint-3")
     for name, expected in weights(runs[1] / "checkpoint-3").items():
         torch.testing.assert_close(found[name], expected, rtol=1e-4, atol=2e-4)
@@ -136,7 +140,10 @@ def test_what_a_person_sees(runs, random_model, capsys, tmp_path):
     assert report.main([str(runs[1]), "--output", str(tmp_path / "page.html")]) == 0
     assert '"sampled":[' in (tmp_path / "page.html").read_text()
     capsys.readouterr()
-    assert chat.main(["--model", str(runs[1] / "checkpoint-3"), "--prompt", "1+1=", "--samples", "2"]) == 0
+    assert (
+        chat.main(["--model", str(runs[1] / "checkpoint-3"), "--prompt", "1+1=", "--samples", "2"])
+        == 0
+    )
     printed = capsys.readouterr().out
     assert "[user] ok" in printed
     assert "of them not the model's" in printed
@@ -170,13 +177,19 @@ def test_a_few_environments_that_fail_stop_no_run(num_cut, stops):
     result = RewardResult(["game"], 24)
     result.environment_failures = ["no such move"] * (24 - num_cut)
     world = World(0, 1, 0, torch.device("cpu"))
-    expected = pytest.raises(UserError, match="first with no such move") if stops else contextlib.nullcontext()
+    expected = (
+        pytest.raises(UserError, match="first with no such move")
+        if stops
+        else contextlib.nullcontext()
+    )
     with expected:
         add_outcome(Accumulator(), result, world, is_checked=True)
 
 
 @pytest.mark.slow
-def test_a_chat_with_a_run_whose_environment_makes_the_prompts(random_model, tmp_path, monkeypatch, capsys):
+def test_a_chat_with_a_run_whose_environment_makes_the_prompts(
+    random_model, tmp_path, monkeypatch, capsys
+):
     changes = [
         "data.dataset=none",
         "data.max_train_samples=6",

@@ -1,7 +1,7 @@
 """The tokenizer of the conversations that TRL was recorded with, and of the runs with TRL.
 
-The recorder of ``trl_conversations.json`` is ``tests/turns/dump_trl_environment.py`` of commit 6613723.
-"""
+The recorder of ``trl_conversations.json`` is ``tests/turns/dump_trl_environment.py`` of commit
+6613723."""
 
 from grpo.data.tiny import build_tokenizer as build_tiny_tokenizer
 

@@ -134,7 +134,8 @@ class Result:
 
 
 class Late:
-    """OpenEnv's default: the reward of every step but the last is None. ``nothing``: it has none at all."""
+    """OpenEnv's default: the reward of every step but the last is None. ``nothing``: it has none at
+    all."""
 
     def reset(self):
         return Result("hello", None, False)
@@ -162,7 +163,8 @@ class Odd:
 
 
 class Slow:
-    """A game for an untrained model: it says something of a length that depends on the turn, sooner or later."""
+    """A game for an untrained model: it says something of a length that depends on the turn, sooner
+    or later."""
 
     def reset(self, seed=0):
         self.turns = 0

@@ -1,8 +1,7 @@
 """An HTTP server that speaks the routes of vLLM that are used, with faults that a test switches on.
 
-It computes real log-probs of prompts with the weights that it was given. Its completions are a fixed function of the
-seed: they show which request was answered, not what the model samples.
-"""
+It computes real log-probs of prompts with the weights that it was given. Its completions are a
+fixed function of the seed: they show which request was answered, not what the model samples."""
 
 from __future__ import annotations
 
@@ -19,12 +18,17 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-SETTINGS = {"model_config": {"logprobs_mode": "processed_logprobs"}, "device_config": {"device": "cpu"}}
+SETTINGS = {
+    "model_config": {"logprobs_mode": "processed_logprobs"},
+    "device_config": {"device": "cpu"},
+}
 
 
 class HTTPServer(ThreadingHTTPServer):
     daemon_threads = True
-    request_queue_size = 512  # connections that wait to be accepted: behind more, a client waits a second
+    request_queue_size = (
+        512  # connections that wait to be accepted: behind more, a client waits a second
+    )
 
 
 class FaultyServer:
@@ -40,7 +44,8 @@ class FaultyServer:
         """Of all requests for log-probs of a prompt."""
         self.headers: list[dict] = []
         self.change_answer: Callable[[dict], Any] = lambda answer: answer
-        """Changes the JSON of a completion; or raises, then the connection ends without an answer."""
+        """Changes the JSON of a completion; or raises, then the connection ends without an
+        answer."""
         self.status: Callable[[str], int] = lambda route: 200
         """Route -> the status it is answered with."""
         self._lock, server = threading.Lock(), self
@@ -53,7 +58,9 @@ class FaultyServer:
                 server.handle(self, None)
 
             def do_POST(self):
-                server.handle(self, json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+                server.handle(
+                    self, json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                )
 
             def log_message(self, *args):
                 pass
@@ -108,7 +115,9 @@ class FaultyServer:
     @torch.no_grad()
     def prompt_logprobs(self, ids: list[int]) -> dict:
         logprobs_SV = self.model(torch.tensor([ids])).logits[0].log_softmax(dim=-1)
-        found = [{str(id): {"logprob": float(logprobs_SV[at, id])}} for at, id in enumerate(ids[1:])]
+        found = [
+            {str(id): {"logprob": float(logprobs_SV[at, id])}} for at, id in enumerate(ids[1:])
+        ]
         return self.completion({"max_tokens": 1}) | {"prompt_logprobs": [None, *found]}
 
     def completion(self, sampling: dict) -> dict:
@@ -121,4 +130,6 @@ class FaultyServer:
         content = [{"token_id": id, "logprob": -1.0, "rank": 1, "top_logprobs": []} for id in ids]
         versions = [{"version": self.weight_version, "start": 0, "end": length}]
         choice = {"index": 0, "token_ids": ids, "finish_reason": "length" if is_cut else "stop"}
-        return {"choices": [choice | {"logprobs": {"content": content}, "weight_versions": versions}]}
+        return {
+            "choices": [choice | {"logprobs": {"content": content}, "weight_versions": versions}]
+        }

@@ -1,4 +1,5 @@
-"""The vLLM engine against real servers (vLLM on the CPU): greedy completions, log-probs, stops, seeds, weights."""
+"""The vLLM engine against real servers (vLLM on the CPU): greedy completions, log-probs, stops,
+seeds, weights."""
 
 import contextlib
 import json
@@ -28,11 +29,16 @@ SEED_KEY = (0, "rollout", 0)
 
 @pytest.fixture(scope="module")
 def model(assets, tmp_path_factory):
-    """The 7M checkpoint, with settings of generation that must have no effect, and tags that are special tokens."""
+    """The 7M checkpoint, with settings of generation that must have no effect, and tags that are
+    special tokens."""
     folder = tmp_path_factory.mktemp("model") / "gsm8k-7m"
     shutil.copytree(assets / "models" / "gsm8k-7m", folder, copy_function=shutil.copyfile)
     file = folder / "generation_config.json"
-    settings = json.loads(file.read_text()) | {"repetition_penalty": 1.3, "top_k": 2, "temperature": 0.5}
+    settings = json.loads(file.read_text()) | {
+        "repetition_penalty": 1.3,
+        "top_k": 2,
+        "temperature": 0.5,
+    }
     file.write_text(json.dumps(settings))
     tokenizer = AutoTokenizer.from_pretrained(folder)  # its model has rows for more tokens
     tags = [AddedToken(tag, special=True) for tag in ("<answer>", "</answer>")]
@@ -83,22 +89,35 @@ def problems(assets, model):
     found = []
     for index, row in enumerate(rows):
         text = tokenizer.apply_chat_template(
-            [{"role": "user", "content": row["question"]}], add_generation_prompt=True, tokenize=False
+            [{"role": "user", "content": row["question"]}],
+            add_generation_prompt=True,
+            tokenize=False,
         )
-        found.append(Problem(index, row["question"], tuple(tokenizer(text, add_special_tokens=False)["input_ids"])))
+        found.append(
+            Problem(
+                index,
+                row["question"],
+                tuple(tokenizer(text, add_special_tokens=False)["input_ids"]),
+            )
+        )
     return found
 
 
 def differences(policy, groups, temperature) -> torch.Tensor:
-    """Absolute differences of the sampler's log-probs from the scorer's of training, of all tokens."""
-    batch = collate(groups, torch.zeros(len(groups), len(groups[0].completions)), pad_id=policy.pad_id)
+    """Absolute differences of the sampler's log-probs from the scorer's of training, of all
+    tokens."""
+    batch = collate(
+        groups, torch.zeros(len(groups), len(groups[0].completions)), pad_id=policy.pad_id
+    )
     sampled_N = batch.sampling_logprobs_BT[batch.completion_mask_BT]
     return (sampled_N - scores(policy, groups, temperature)).abs()
 
 
 def scores(policy, groups, temperature) -> torch.Tensor:
     """Log-probs of all completions' tokens by the scorer of training."""
-    batch = collate(groups, torch.zeros(len(groups), len(groups[0].completions)), pad_id=policy.pad_id)
+    batch = collate(
+        groups, torch.zeros(len(groups), len(groups[0].completions)), pad_id=policy.pad_id
+    )
     with torch.no_grad(), policy.inference():
         scored_BT, _ = CompletionScorer(policy.model, temperature)(*batch.scorer_inputs)
     return scored_BT[batch.completion_mask_BT]
@@ -124,7 +143,9 @@ def test_greedy_completions_end_where_the_builtin_engines_end(build, model, prob
     policy = load(model)
     engine = build("fp32", policy)
     tokens = policy.tokenizer.convert_ids_to_tokens(range(2, 8))
-    special = next((t for t in tokens if t in policy.tokenizer.all_special_tokens), policy.tokenizer.eos_token)
+    special = next(
+        (t for t in tokens if t in policy.tokenizer.all_special_tokens), policy.tokenizer.eos_token
+    )
     for stop in ((), (" the",), ("\n", special), ("= ", "answer>")):
         sampling = SamplingParams(1, 160, temperature=0.0, stop=stop)
         found = rollout(engine, problems, sampling)
@@ -137,7 +158,9 @@ def test_turns_are_those_of_the_builtin_engine_and_of_the_scorer(build, model, p
     """An environment of several turns, greedy and sampled; its answers come late."""
     policy = load(model)
     user = ROOT / "tests" / "turns" / "user_tools.py"
-    config = load_config([f"environment={user}:Slow", "reward.functions=[]", "data.dataset=builtin:arithmetic"])
+    config = load_config(
+        [f"environment={user}:Slow", "reward.functions=[]", "data.dataset=builtin:arithmetic"]
+    )
     with contextlib.closing(Tools(config).load()) as tools:
         engine = TurnsEngine(build("fp32", policy), tools, config)
         engine.check()
@@ -146,8 +169,12 @@ def test_turns_are_those_of_the_builtin_engine_and_of_the_scorer(build, model, p
         found = engine.generate(problems[:8], greedy, seed_key=SEED_KEY)
         expected = builtin.generate(problems[:8], greedy, seed_key=SEED_KEY)
         groups = engine.generate(problems[:8], SamplingParams(3, 400), seed_key=SEED_KEY)
-    equal = [a.completions[0].ids == b.completions[0].ids for a, b in zip(found, expected, strict=True)]
-    assert sum(equal) >= 7 and found[0].completions[0].num_turns > 1  # two tokens may be equally likely
+    equal = [
+        a.completions[0].ids == b.completions[0].ids for a, b in zip(found, expected, strict=True)
+    ]
+    assert (
+        sum(equal) >= 7 and found[0].completions[0].num_turns > 1
+    )  # two tokens may be equally likely
     assert max(c.num_turns for group in groups for c in group.completions) >= 3
     assert differences(policy, groups, 1.0).max() < 1e-4
 
@@ -184,20 +211,25 @@ def test_logprobs_after_updates_in_bf16(build, model, problems):
     engine = build("bf16", policy)
     update(policy, problems, learning_rate=1e-4)
     with engine.weights():
-        groups = engine.generate(problems[:8], SamplingParams(1, 40, temperature=0.0), seed_key=SEED_KEY)
+        groups = engine.generate(
+            problems[:8], SamplingParams(1, 40, temperature=0.0), seed_key=SEED_KEY
+        )
         logprobs = [logprobs_of(engine, group) for group in groups]
     assert (torch.cat(logprobs) - scores(policy, groups, 1.0)).abs().mean() <= 1e-2
 
 
 def logprobs_of(engine, group) -> torch.Tensor:
-    """Log-probs of the tokens of a group's first completion by the server, as those of given tokens."""
+    """Log-probs of the tokens of a group's first completion by the server, as those of given
+    tokens."""
     prompt_ids = group.problem.prompt_ids
     ids = prompt_ids + group.completions[0].ids
 
     async def ask() -> list[float]:
         async with session() as http:
             (server,) = engine.servers
-            return await server.prompt_logprobs(http, ids, model=server.model, version=engine.version)
+            return await server.prompt_logprobs(
+                http, ids, model=server.model, version=engine.version
+            )
 
     return torch.tensor(engine.wait_for(ask())[len(prompt_ids) - 1 :])
 

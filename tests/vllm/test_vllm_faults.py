@@ -67,7 +67,9 @@ def train(policy) -> None:
             parameter.mul_(1.01)
 
 
-def test_requests_say_everything_and_two_servers_share_them(server, build, random_model, monkeypatch):
+def test_requests_say_everything_and_two_servers_share_them(
+    server, build, random_model, monkeypatch
+):
     monkeypatch.setenv("VLLM_API_KEY", "k")
     other, tokens = FaultyServer(random_model), []
     engine = build(server, other)
@@ -82,7 +84,14 @@ def test_requests_say_everything_and_two_servers_share_them(server, build, rando
     assert all(c.finished == (c.ids[-1] in engine.policy.eos_ids) for c in completions)
     assert {c.sampling_logprobs for c in completions} == {(-1.0,) * len(c.ids) for c in completions}
     assert (len(server.bodies), len(other.bodies)) == (6, 6)
-    given = {"max_tokens": 12, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "ignore_eos": True}
+    given = {
+        "max_tokens": 12,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": 0,
+        "min_p": 0.0,
+        "ignore_eos": True,
+    }
     given |= {"stop": [], "stop_token_ids": list(engine.policy.eos_ids)}
     given |= {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
     bodies = [*server.bodies, *other.bodies]
@@ -94,7 +103,8 @@ def test_requests_say_everything_and_two_servers_share_them(server, build, rando
 
 
 def test_replies_are_called_in_the_thread_that_waits(server, build):
-    """A tool may refuse other threads. What a reply raises ends the rollout, and the next one is as any other."""
+    """A tool may refuse other threads. What a reply raises ends the rollout, and the next one is as
+    any other."""
     engine = build(server)
     threads = []
     asked = set()
@@ -123,7 +133,9 @@ def test_the_server_gets_the_weights_of_each_rollout(server, build):
         train(engine.policy)
         sample(engine)
         own = engine.policy.model.state_dict()
-        assert all(torch.equal(tensor, own[name]) for name, tensor in server.model.state_dict().items())
+        assert all(
+            torch.equal(tensor, own[name]) for name, tensor in server.model.state_dict().items()
+        )
         assert server.num_loads == number + 1
         # Nor is the probe of these weights answered from what the server has cached of others.
         assert server.probes[number]["cache_salt"] == server.weight_version
@@ -137,10 +149,14 @@ def test_a_missed_update_shows(server, build):
     server.applies_weights = False
     with torch.no_grad():
         engine.policy.model.get_output_embeddings().weight.mul_(1 + 1e-4)
-    with pytest.raises(ServerError, match="log-probs of a text have not changed, those of the policy by"):
+    with pytest.raises(
+        ServerError, match="log-probs of a text have not changed, those of the policy by"
+    ):
         sample(engine)
     train(engine.policy)
-    with pytest.raises(ServerError, match="does not compute with the policy's weights: log-probs of a text differ"):
+    with pytest.raises(
+        ServerError, match="does not compute with the policy's weights: log-probs of a text differ"
+    ):
         sample(engine)
 
 
@@ -161,7 +177,9 @@ def changed(**changes):
 
 WRONG = {
     "finish_reason\n.* 'stop' or 'length'": changed(finish_reason="abort"),
-    "logprob\n.*greater than -9999": changed(logprobs={"content": [{"token_id": 3, "logprob": -9999.0}]}),
+    "logprob\n.*greater than -9999": changed(
+        logprobs={"content": [{"token_id": 3, "logprob": -9999.0}]}
+    ),
     "of 12 tokens: raise --max-model-len": changed(finish_reason="length"),
     "has lost this step's weights": changed(weight_versions=[{"version": "default"}]),
     "Invalid JSON": lambda answer: b"<html>",
@@ -182,10 +200,14 @@ def test_a_request_that_fails_is_not_repeated(server, build):
 
     def refuse(route):
         asked.append(route)
-        return 500 if route == "/inference/v1/generate" and server.weight_version != "default" else 200
+        return (
+            500 if route == "/inference/v1/generate" and server.weight_version != "default" else 200
+        )
 
     server.status = refuse
-    with pytest.raises(ServerError, match=r"refuses /inference/v1/generate \(status 500\): .*made to fail"):
+    with pytest.raises(
+        ServerError, match=r"refuses /inference/v1/generate \(status 500\): .*made to fail"
+    ):
         sample(engine)
     assert asked == ["/update_weight_version", "/collective_rpc", "/inference/v1/generate"]
 
@@ -221,7 +243,9 @@ def test_a_signal_interrupts_a_rollout(server, build):
     assert len(sample(engine)) == len(PROBLEMS)
 
 
-def test_what_a_killed_process_left_is_deleted_and_what_a_living_one_has_is_not(tmp_path, random_model):
+def test_what_a_killed_process_left_is_deleted_and_what_a_living_one_has_is_not(
+    tmp_path, random_model
+):
     ended = subprocess.Popen(["true"])
     ended.wait()
     own = WeightsFolder(str(tmp_path)).path

@@ -54,11 +54,15 @@ def is_gone(pid: int) -> bool:
         return True
 
 
-def test_options_and_environment_of_a_server_which_ends_with_its_children(command, tmp_path, monkeypatch):
+def test_options_and_environment_of_a_server_which_ends_with_its_children(
+    command, tmp_path, monkeypatch
+):
     for name in ("RANK", "TORCHELASTIC_RUN_ID", "HF_TOKEN"):
         monkeypatch.setenv(name, "1")
     options = ["--dtype=float32", "--enable-lora"]
-    server = StartedServer(f"{command} --dtype=half --port=80", "/models/m", options, tmp_path / "log")
+    server = StartedServer(
+        f"{command} --dtype=half --port=80", "/models/m", options, tmp_path / "log"
+    )
     server.wait(60)
     pid, child, words, env = state(server)
     port = server.address.rpartition(":")[2]
@@ -84,7 +88,9 @@ def test_a_server_ends_with_its_killed_trainer(command, tmp_path):
         print(server.process.pid, flush=True)
         time.sleep(1000)
     """
-    trainer = subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.PIPE, cwd=ROOT)
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.PIPE, cwd=ROOT
+    )
     pid = int(trainer.stdout.readline())
     trainer.kill()
     trainer.wait()
@@ -93,5 +99,8 @@ def test_a_server_ends_with_its_killed_trainer(command, tmp_path):
 
 def test_a_server_that_cannot_start(tmp_path):
     server = StartedServer("no-such-program {model}", "9", [], tmp_path / "log")
-    with contextlib.closing(server), pytest.raises(ConfigError, match=r"has ended .exit code 1.: see "):
+    with (
+        contextlib.closing(server),
+        pytest.raises(ConfigError, match=r"has ended .exit code 1.: see "),
+    ):
         server.wait(60)

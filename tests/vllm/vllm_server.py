@@ -1,4 +1,5 @@
-"""Real vLLM servers for tests, from the environment of their own that ``GRPO_VLLM_PYTHON`` names."""
+"""Real vLLM servers for tests, from the environment of their own that ``GRPO_VLLM_PYTHON``
+names."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ def vllm_command(*options: str) -> str:
     """``rollout.vllm_command`` for the CPU; the test is skipped where there is no vLLM."""
     found = os.environ.get("GRPO_VLLM_PYTHON")
     if not found:
-        pytest.skip("needs vLLM 0.32 in an environment of its own: set GRPO_VLLM_PYTHON to its Python")
+        pytest.skip(
+            "needs vLLM 0.32 in an environment of its own: set GRPO_VLLM_PYTHON to its Python"
+        )
     settings = "VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_CPU_KVCACHE_SPACE=1 OMP_NUM_THREADS=1"
     module = f"{found} -m vllm.entrypoints.openai.api_server --model {{model}} --enforce-eager"
     return " ".join([f"env -u PYTHONPATH {settings} {module}", *options])
@@ -29,7 +32,13 @@ class VLLMServer:
     def __init__(self, model: Path, log: Path, *options: str, dtype: str = "float32"):
         self.model, self.log, self.started = model, log, None
         self.command = vllm_command("--max-model-len 1024", *options)
-        self.options = ["--dtype", dtype, "--logprobs-mode", "processed_logprobs", "--enable-scale-out"]
+        self.options = [
+            "--dtype",
+            dtype,
+            "--logprobs-mode",
+            "processed_logprobs",
+            "--enable-scale-out",
+        ]
         self.options += ["--no-enable-chunked-prefill"]
 
     @property

@@ -1,7 +1,8 @@
 """A CUDA device that is emulated on the CPU: tensors say ``cuda:0`` and compute on the CPU.
 
 The trainer runs on it as on a GPU. It refuses tensors of two devices in one operation, host syncs
-while a graph is captured, and graphs that read freed memory. It says nothing about time, real kernels, NCCL or the caching allocator.
+while a graph is captured, and graphs that read freed memory. It says nothing about time, real
+kernels, NCCL or the caching allocator.
 
 A **scenario** is a function in ``scenarios.py`` beside the tests, with arguments and a result that
 JSON can hold. It runs in a process of its own. ``gpu``, a fixture of ``tests/conftest.py``, returns

@@ -18,7 +18,8 @@ class Stream:
 
 
 class Graph:
-    """``torch.cuda.CUDAGraph``: replays operations on the memory they were recorded with; an error if it was freed."""
+    """``torch.cuda.CUDAGraph``: replays operations on the memory they were recorded with; an error
+    if it was freed."""
 
     def __init__(self):
         self.recorded = []
@@ -34,7 +35,9 @@ class Graph:
     def capture_end(self) -> None:
         device.capture = None
         if self.is_invalid:
-            raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+            raise RuntimeError(
+                "CUDA error: operation failed due to a previous error during capture"
+            )
 
     def record(self, func, args, kwargs, outputs) -> None:
         """``outputs``: new tensors; none, where the operation writes into an argument."""

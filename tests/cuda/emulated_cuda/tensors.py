@@ -1,4 +1,5 @@
-"""Tensors that say ``cuda:0`` and compute on the CPU, and a mode that sees operations and refuses what CUDA refuses."""
+"""Tensors that say ``cuda:0`` and compute on the CPU, and a mode that sees operations and refuses
+what CUDA refuses."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 aten = torch.ops.aten
 CUDA = torch.device("cuda", 0)
 SYNCS = {"_local_scalar_dense", "_unique2", "equal", "is_nonzero", "masked_select", "nonzero"}
-"""Operations whose CUDA kernels make the host wait, because the host needs a value or the size of the output."""
+"""Operations whose CUDA kernels make the host wait, because the host needs a value or the size of
+the output."""
 COPIES = {"_to_copy", "copy_"}
 INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_"}
 
@@ -30,7 +32,9 @@ class Device:
         """The host waits for the device here."""
         if self.is_capturing():
             self.capture.is_invalid = True
-            raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing ({what})")
+            raise RuntimeError(
+                f"CUDA error: operation not permitted when stream is capturing ({what})"
+            )
 
     def is_capturing(self) -> bool:
         return self.capture is not None and self.capture.thread == threading.get_ident()
@@ -95,7 +99,8 @@ def is_cuda(thing) -> bool:
 
 
 def compute(func, args: tuple, kwargs: dict):
-    """The result of an operation on plain CPU tensors. CUDA has kernels from half precision to fp32 besides."""
+    """The result of an operation on plain CPU tensors. CUDA has kernels from half precision to fp32
+    besides."""
     if func in (aten.mm.dtype, aten.bmm.dtype):
         a, b, dtype = args
         return a.to(dtype) @ b.to(dtype)
@@ -138,7 +143,9 @@ class Mode(TorchDispatchMode):
         returns = func._schema.returns
         is_write = any(x.alias_info and x.alias_info.is_write for x in func._schema.arguments)
         is_view = any(x.alias_info and not x.alias_info.is_write for x in returns)
-        if device.is_capturing() and is_write:  # in a graph nothing is computed until it is replayed
+        if (
+            device.is_capturing() and is_write
+        ):  # in a graph nothing is computed until it is replayed
             device.capture.record(func, plain_args, plain_kwargs, [])
         else:
             out = compute(func, plain_args, plain_kwargs)

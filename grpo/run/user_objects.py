@@ -7,7 +7,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Objects:
-    """Python objects of a program that calls :func:`grpo.train`, in place of what the configuration names."""
+    """Python objects of a program that calls :func:`grpo.train`, in place of what the configuration
+    names."""
 
     rewards: dict[str, Callable[..., Any]] = field(default_factory=dict)
     """Functions, by their name in ``reward.functions``."""
