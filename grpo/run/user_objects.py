@@ -6,7 +6,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Objects:
+class UserObjects:
     """Python objects of a program that calls :func:`grpo.train`, in place of what the configuration
     names."""
 
