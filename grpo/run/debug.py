@@ -11,10 +11,10 @@ from grpo.telemetry.accumulator import Accumulator
 
 
 def show_step(run: Run, step: Step) -> None:
-    """Print one step before its update, its first group in full, and check its batch.
+    """Print the tensors of a step before its update and its first group, and check the tensors.
 
     Raises:
-        AssertionError: naming what does not hold.
+        AssertionError: naming the tensor that has a value which is not finite.
     """
     show = run.log.reporter.print
     batch = step.batch
@@ -27,36 +27,48 @@ def show_step(run: Run, step: Step) -> None:
     show("checked   all values are finite")
 
     group = step.groups[0]
-    prompt_ids = group.problem.prompt_ids
-    prompt = run.learner.policy.tokenizer.decode(prompt_ids)
-    show(f"problem {group.problem.index}, {len(prompt_ids)} tokens, as the model sees it:")
+    problem = group.problem
+    # Decoded from the token ids, so that a wrong chat template or a doubled BOS token shows.
+    prompt = run.learner.policy.tokenizer.decode(problem.prompt_ids)
+    show(f"problem {problem.index}, {len(problem.prompt_ids)} tokens, as the model sees it:")
     show(textwrap.indent(prompt, "  | "))
-    show(f"reference answer: {group.problem.columns.get('answer')}")
+    show(f"reference answer: {problem.columns.get('answer')}")
+
+    # A debug run has one process, so the first group of all ranks is also the first of this rank.
+    values_GF = step.values_PGF[0].tolist()
+    reward_names = run.tasks.rewards.names
     for g, completion in enumerate(group.completions):
         end = "finished" if completion.finished else "truncated"
-        rewards = dict(zip(run.tasks.rewards.names, step.values_PGF[0, g].tolist(), strict=True))
+        rewards = dict(zip(reward_names, values_GF[g], strict=True))
         advantage = batch.advantages_B[g]
         show(f"completion {g}: {completion.size}, {end}, advantage {advantage:+.4f}, {rewards}")
         show(textwrap.indent(completion.transcript, "  | "))
 
 
 def check_update(learner: Learner, metrics: Accumulator) -> None:
-    """Check that at the first update the importance ratio is 1 and the KL is 0, without dropout.
+    """Check that the importance ratio is 1 and the KL is 0 at the first update, without dropout.
 
     Raises:
         AssertionError: with the value that differs.
     """
     model = learner.config.model
-    # The optimizer has a state after its first update.
-    if learner.optimizer.state or not model.disable_dropout:
+    # AdamW has no state before its first update.
+    if learner.optimizer.state:
+        return
+    # Dropout makes two passes over the same rows differ.
+    if not model.disable_dropout:
         return
     means = metrics.reduce(learner.world)
     expected = {"ratio": 1.0}
-    # The KL to another model than the one that is trained has any value.
+    # With model.reference the policy starts from another model than the reference.
     if "kl" in means and model.reference is None:
         expected["kl"] = 0.0
+
+    # In bf16 two passes over the same rows in other micro-batches round differently.
     tolerance = 1e-5 if learner.config.runtime.precision == "fp32" else 1e-2
     for name, value in expected.items():
-        what = f"{name} of the first update: {means[name]:.6f}"
-        assert not abs(means[name] - value) > tolerance, f"{what}, not {value}"
-        learner.reporter.print(what)  # NaN, unchecked, if no completion has an advantage
+        mean = means[name]
+        fact = f"{name} of the first update: {mean:.6f}"
+        # The mean is NaN, and passes, if no completion has an advantage: no ratio was computed.
+        assert not abs(mean - value) > tolerance, f"{fact}, not {value}"
+        learner.reporter.print(fact)

@@ -1,6 +1,6 @@
 """The end of a run: complete, stopped by a signal, or failed.
 
-In each case the newest complete step is on disk.
+The newest complete step is then on disk, unless a failure made it impossible to save.
 """
 
 from __future__ import annotations
@@ -21,9 +21,13 @@ def run_to_completion(run: Run, train: Callable[[Run], None], *, ends_process: b
 
     After a failure a checkpoint is saved first, if no update was under way, so that only the
     current step is lost. Then this process ends at once with code 1: the other ranks may wait for
-    it in a collective, and torchrun ends them. A rank that is alone in a program that goes on
-    afterwards (``ends_process=False``) raises the failure instead.
+    it in a collective, and torchrun ends them.
+
+    Args:
+        ends_process: False for a program that goes on afterwards. A single process then raises the
+            failure instead of ending.
     """
+    # A rank that only raised would leave the others waiting.
     ends_process = ends_process or not run.world.is_single_process
     code = 0
     try:
@@ -34,7 +38,7 @@ def run_to_completion(run: Run, train: Callable[[Run], None], *, ends_process: b
         assert not run.progress.mid_update, "an update is never interrupted"
         run.log.saver.save_newest()
     except BaseException as failure:
-        # What fails from here on, because of a full disk for example, must not hide the failure.
+        # A second error from here on, of a full disk for example, must not hide the failure.
         with contextlib.suppress(Exception):
             _rescue_and_report(run, failure, ends_process)
         with contextlib.suppress(Exception):
@@ -51,7 +55,7 @@ def run_to_completion(run: Run, train: Callable[[Run], None], *, ends_process: b
 
 
 def print_result(run: Run) -> None:
-    """Print the folders of the last and best checkpoint, and the hints for the last steps."""
+    """Print the folders of the last and the best checkpoint, and the hints that hold at the end."""
     show = run.log.reporter.print
     output = run.config.output_dir
     if not run.config.debug:
@@ -66,20 +70,22 @@ def print_result(run: Run) -> None:
 
 
 def _rescue_and_report(run: Run, failure: BaseException, ends_process: bool) -> None:
-    """Save the newest complete step; print the failure, or add a note to one that is raised."""
+    """Save the newest complete step; print the failure, or add a note to it if it is raised."""
     try:
         saved = run.log.saver.rescue()
     except Exception as error:  # the device may be unable to return the weights
         saved = f"the state could not be saved: {type(error).__name__}: {error}"
     place = f"in phase {run.world.phase!r}"
+    # A note on the failure, because Python prints it with the traceback.
     if not ends_process:
         outcome = saved or "nothing new to save"
         failure.add_note(f"grpo.train: {place} of step {run.progress.step + 1}; {outcome}")
         return
 
-    # The rank that failed prints the error; a mistake of the user's needs no traceback.
+    # Only the rank that failed prints the error.
     if not isinstance(failure, OtherRankFailed):
         error = first_line(failure)
+        # The message of a user's mistake says how to mend it; a traceback would bury it.
         if not isinstance(failure, UserError):
             traceback.print_exception(failure)
             error = f"{type(failure).__name__}: {error}"

@@ -1,8 +1,9 @@
-"""The largest step, tried before the first one, so that memory that is too small shows at once.
+"""Tries the largest possible step before the first one, so that too little memory shows at once.
 
-The try takes the longest prompts, and completions of full length. A default that does not fit is
+Completions grow during training: without the try, a run could be out of memory after hours. The
+tried step has the longest prompts, and completions of full length. A default that does not fit is
 halved until it does, on all ranks alike. Checkpoints hold the lowered value, so that a continued
-run computes in the same parts.
+run cuts its batches into the same micro-batches.
 """
 
 import gc
@@ -23,10 +24,11 @@ OUT_OF_MEMORY = (
     "|STATUS_ALLOC_FAILED|STATUS_NOT_INITIALIZED"  # cuBLAS
     "|could not create a primitive"  # oneDNN
 )
-"""A pattern of all errors when memory runs out, on this rank or another: they share no class."""
+"""Pattern of the messages of out-of-memory errors, which share no class. The error of another rank
+arrives as a message alone."""
 MEMORY_LIMITS = ("optim.tokens_per_microbatch", "rollout.tokens_in_flight")
-"""Settings whose defaults may be lowered; the fields of ``Progress`` that hold the chosen values
-have their names."""
+"""Settings whose defaults may be lowered. The fields of ``Progress`` with the same names hold the
+lowered values."""
 
 
 def try_largest_step(run: Run, problems: list[Problem]) -> str:
@@ -42,102 +44,129 @@ def try_largest_step(run: Run, problems: list[Problem]) -> str:
     learner = run.learner
     sampling = run.sampler.sampling
     G = sampling.num_generations
+    max_length = sampling.max_completion_length
     num_problems = config.rollout.prompts_per_step // world.size
-    longest = sorted(problems, key=lambda problem: -len(problem.prompt_ids))[:num_problems]
-    prompts = [problem.prompt_ids for problem in longest for _ in range(G)]
-    row_tokens = len(prompts[0]) + sampling.max_completion_length
+    by_length = sorted(problems, key=lambda problem: -len(problem.prompt_ids))
+    longest_first = by_length[:num_problems]
+    prompts = []
+    for problem in longest_first:
+        prompts += [problem.prompt_ids] * G
+    row_tokens = len(prompts[0]) + max_length
 
     # All groups have the longest prompt, so that no micro-batch is heavier than the first.
+    completion = Completion((0,) * max_length, text="", finished=False)
+    group = Group(longest_first[0], (completion,) * G)
     num_groups = num_problems // config.algorithm.num_minibatches
-    completion = Completion((0,) * sampling.max_completion_length, text="", finished=False)
-    groups = [Group(longest[0], (completion,) * G)] * num_groups
-    minibatch = collate(groups, torch.zeros(num_groups, G), pad_id=0, device=world.device)
+    no_advantages_PG = torch.zeros(num_groups, G)
+    minibatch = collate([group] * num_groups, no_advantages_PG, pad_id=0, device=world.device)
     devices = [world.device] if world.device.type == "cuda" else []
-    scorer = learner.bare_scorer  # DDP would average the gradients: a collective
+    # Not the wrapped one: DDP would average the gradients, and a rank that is out of memory would
+    # leave the others waiting in this collective.
+    scorer = learner.bare_scorer
 
-    def update(tokens: int) -> None:
-        # In place of what CUDA graphs keep between rollouts, and what else a real step takes: ten
-        # fp32 tensors of vocabulary size for each row are a little more than was measured.
-        num_kept = 10 * len(prompts) if devices and learner.policy.is_llama else 0
-        vocabulary = len(learner.policy.model.get_input_embeddings().weight)
-        _held = torch.empty(num_kept, vocabulary, device=world.device)
-        # Of several micro-batches, the second runs beside the gradients of the first.
-        parts = microbatch_rows(minibatch, tokens, packed=scorer.packed)[:2]
+    def try_update(num_tokens: int) -> None:
+        if devices and learner.policy.is_llama:
+            # The tried update comes before any rollout, and CUDA graphs keep memory between
+            # rollouts. Ten fp32 tensors of vocabulary size for each row were measured to be a
+            # little more than all that a real step takes beyond the tried one.
+            vocabulary = len(learner.policy.model.get_input_embeddings().weight)
+            _reserved = torch.empty(10 * len(prompts), vocabulary, device=world.device)
+        # Two micro-batches are enough: from the second on, activations lie beside gradients.
+        parts = microbatch_rows(minibatch, num_tokens, packed=scorer.packed)[:2]
         for rows in parts:
             with gradient_sync(scorer, enabled=rows is parts[-1]):
+                micro = minibatch.select(rows)
                 with learner.policy.autocast():
-                    logprobs_BT, _ = scorer(*minibatch.select(rows).scorer_inputs)
+                    logprobs_BT, _ = scorer(*micro.scorer_inputs)
                 logprobs_BT.sum().backward()
 
-    def sample(tokens: int) -> None:
-        run.sampler.engine.dry_run(prompts[: max(tokens // row_tokens, 1)], sampling)
+    def try_rollout(num_tokens: int) -> None:
+        num_rows = max(num_tokens // row_tokens, 1)
+        run.sampler.engine.dry_run(prompts[:num_rows], sampling)
 
+    weights = nullcontext()
+    if learner.is_sharded:
+        # Gathering the weights is a collective, which an attempt that may fail on one rank alone
+        # must not contain.
+        weights = run.sampler.current_weights()
+    update_tokens = learner.tokens_per_microbatch
+    rollout_tokens = sampling.tokens_in_flight or len(prompts) * row_tokens
     seconds = {}
-    # FSDP gathers the weights of the engine: a collective, before memory may run out on one rank.
-    weights = run.sampler.current_weights() if learner.is_sharded else nullcontext()
     with world.timed("largest step", seconds), torch.random.fork_rng(devices):
-        most = learner.tokens_per_microbatch
-        _fit(learner, "optim.tokens_per_microbatch", most, row_tokens, update)
+        _fit(learner, "optim.tokens_per_microbatch", update_tokens, row_tokens, try_update)
         with weights:
-            most = sampling.tokens_in_flight or len(prompts) * row_tokens
-            _fit(learner, "rollout.tokens_in_flight", most, row_tokens, sample)
+            _fit(learner, "rollout.tokens_in_flight", rollout_tokens, row_tokens, try_rollout)
+    # PyTorch would keep the memory of the tried step, which then neither NCCL nor vLLM could use.
     torch.cuda.empty_cache()
     return f"memory    the largest possible step was tried in {seconds['largest step']:.1f} s"
 
 
-def _fit(learner: Learner, key: str, most: int, least: int, attempt: Callable) -> None:
-    """Halve a number of tokens until ``attempt`` fits in memory with it, and use it for the key.
+def _fit(
+    learner: Learner,
+    key: str,
+    most_tokens: int,
+    row_tokens: int,
+    attempt: Callable[[int], None],
+) -> None:
+    """Halve a number of tokens until ``attempt`` fits in memory, and lower the setting to it.
 
-    ValueError if the user has set the key, or if the ``least`` tokens, of one row, do not fit.
+    Args:
+        key: the setting, one of :data:`MEMORY_LIMITS`.
+        most_tokens: its value; the tokens of a whole rollout if ``tokens_in_flight`` has none.
+        row_tokens: tokens of the longest row. A smaller limit has no effect.
+
+    Raises:
+        ValueError: if the user has set the key to a value that does not fit, or if one row does
+            not fit.
     """
-    problem = (
-        f"the largest possible step does not fit in memory: {key}={most} is too much for "
-        f"prompts and completions of {least} tokens"
+    message = (
+        f"the largest possible step does not fit in memory: {key}={most_tokens} is too much for "
+        f"prompts and completions of {row_tokens} tokens"
     )
-    trained = [p for p in learner.policy.model.parameters() if p.requires_grad]
-    tokens = most
+    num_tokens = most_tokens
     while True:
-        gc.collect()  # frees the tensors of an attempt that failed
+        # A failed attempt leaves tensors in reference cycles: of its traceback, for example.
+        gc.collect()
         try:
             with learner.world.fail_together():
-                # The first update creates two averages of each gradient.
+                # AdamW creates its two averages of each gradient in the first update, so that they
+                # lie beside the activations of the second one.
                 averages = []
-                for parameter in 2 * trained:
-                    if parameter not in learner.optimizer.state:
+                for parameter in learner.policy.model.parameters():
+                    if parameter.requires_grad and parameter not in learner.optimizer.state:
                         averages.append(torch.empty_like(parameter))
-                attempt(tokens)
+                        averages.append(torch.empty_like(parameter))
+                attempt(num_tokens)
             break
         except Exception as error:
             if not re.search(OUT_OF_MEMORY, repr(error)):
                 raise
-            if learner.is_sharded:  # no other pass can begin after one that failed
-                raise ValueError(f"{problem}: try {max(tokens // 2, least)}") from error
-            if tokens <= least:
+            fewer_tokens = max(num_tokens // 2, row_tokens)
+            # After a pass that failed amid its collectives, FSDP can begin no other one.
+            if learner.is_sharded:
+                raise ValueError(f"{message}: try {fewer_tokens}") from error
+            if num_tokens <= row_tokens:
                 raise ValueError(
-                    f"{problem}, and not even one of them fits: "
+                    f"{message}, and not even one of them fits: "
                     "lower rollout.max_completion_length, set model.gradient_checkpointing=true, "
                     "or take a smaller model"
                 ) from error
-            tokens = max(tokens // 2, least)
+            num_tokens = fewer_tokens
         finally:
-            # The gradients of DDP are views of its buckets, which stay.
-            learner.optimizer.zero_grad(set_to_none=learner.scorer is learner.bare_scorer)
+            learner.clear_gradients()
 
-    if tokens < most:
-        if _is_set(learner.config, key):
-            raise ValueError(f"{problem}; {tokens} fits")
-        setattr(learner.progress, key.split(".")[1], tokens)
-        learner.reporter.print(f"note      {problem}; using {tokens}, equal up to rounding")
+    if num_tokens < most_tokens:
+        section, name = key.split(".")
+        # A value that the user has set is never changed without their word.
+        if name in getattr(learner.config, section).model_fields_set:
+            raise ValueError(f"{message}; {num_tokens} fits")
+        setattr(learner.progress, name, num_tokens)
+        learner.reporter.print(f"note      {message}; using {num_tokens}, equal up to rounding")
 
 
 def forget_lowered_limits(progress: Progress, config: Config) -> None:
-    """Drop the chosen values of settings that the user has set."""
+    """Drop the lowered values of a checkpoint where the user has set the setting since."""
     for key in MEMORY_LIMITS:
-        if _is_set(config, key):
-            setattr(progress, key.split(".")[1], None)
-
-
-def _is_set(config: Config, key: str) -> bool:
-    """True if the user has set a setting."""
-    section, name = key.split(".")
-    return name in getattr(config, section).model_fields_set
+        section, name = key.split(".")
+        if name in getattr(config, section).model_fields_set:
+            setattr(progress, name, None)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -37,54 +38,59 @@ def record_microbatch(
     """Add a micro-batch's entropy to the metrics.
 
     The first iteration over the batch also adds the difference between sampled and scored
-    log-probs, and keeps the old log-probs, which later passes share.
+    log-probs, and keeps the old log-probs for the records of completions.
 
     Args:
         new_BT, old_BT: ``[B, T]`` log-probs of the loss, nats.
     """
-    metrics = step.metrics
     counted_BT = micro.counted_BT
     count = counted_BT.sum()
     entropy = (entropy_BT * counted_BT).sum()
-    metrics.add("entropy", entropy, count)
-    if is_first_iteration:
-        T = old_BT.shape[1]
-        step.reported_old_BT[micro.row_B, :T] = old_BT
-        # The old log-probs of dppo_tv are the sampler's own.
-        trainer_BT = new_BT if algorithm.objective == "dppo_tv" else old_BT
-        difference_BT = (trainer_BT - micro.sampling_logprobs_BT).abs()
-        difference = (difference_BT * counted_BT).sum()
-        metrics.add("sampling/logprob_difference", difference, count)
+    step.metrics.add("entropy", entropy, count)
+    # Later iterations have the same old log-probs.
+    if not is_first_iteration:
+        return
+
+    T = old_BT.shape[1]
+    step.reported_old_BT[micro.row_B, :T] = old_BT
+    # The old log-probs of dppo_tv are those of the sampler: their difference would always be 0.
+    trainer_BT = new_BT if algorithm.objective == "dppo_tv" else old_BT
+    difference_BT = (trainer_BT - micro.sampling_logprobs_BT).abs()
+    difference = (difference_BT * counted_BT).sum()
+    step.metrics.add("sampling/logprob_difference", difference, count)
 
 
 def step_line(run: Run, step: Step) -> dict[str, float]:
     """The step's object for ``metrics.jsonl``, over all ranks.
 
-    Seconds of a phase are those of the slowest rank.
+    The seconds of a phase are those of the slowest rank.
     """
     tasks = run.tasks
-    add_completions(step.groups, step.metrics)
+    metrics = step.metrics
+    add_completions(step.groups, metrics)
     if tasks.tools is not None:
-        add_turns(step.groups, step.metrics, tasks.tools.key_of_tool)
-    for phase, value in step.seconds.items():
-        step.metrics.maximum(f"time/{phase}", value)
-    reduced = step.metrics.reduce(run.world)
-    # Tokens of the whole run so far.
+        add_turns(step.groups, metrics, tasks.tools.key_of_tool)
+    for phase, seconds in step.seconds.items():
+        metrics.maximum(f"time/{phase}", seconds)
+    # Everything added so far is of this rank alone.
+    reduced = metrics.reduce(run.world)
     reduced["num_tokens"] = run.progress.num_tokens + int(reduced["num_tokens"])
+    # Tokens of all ranks by seconds of the slowest: a mean of the ranks' rates would be another.
     reduced["tokens_per_second"] = reduced.pop("completion_tokens") / reduced["step_time"]
 
-    values_compared_in_group = values_compared(
-        step.values_PGF,
-        tasks.rewards.weights,
-        run.config.algorithm.multi_objective_aggregation,
-    )
+    # The advantages have gathered the rewards: every rank computes the same from all of them.
     num_steps = step.number + 1
     line = {
         "step": num_steps,
         "epoch": num_steps / tasks.problems.steps_per_epoch,
     }
     line |= reward_metrics(tasks.rewards.names, step.values_PGF, step.rewards_PG)
-    is_equal_P = has_equal_rewards(values_compared_in_group)
+    values_in_group = values_compared(
+        step.values_PGF,
+        tasks.rewards.weights,
+        run.config.algorithm.multi_objective_aggregation,
+    )
+    is_equal_P = has_equal_rewards(values_in_group)
     line["frac_reward_zero_std"] = is_equal_P.float().mean().item()
     return line | reduced
 
@@ -94,12 +100,17 @@ def reward_metrics(
     values_PGF: Tensor,
     rewards_PG: Tensor,
 ) -> dict[str, float]:
-    """Reward statistics of the whole global batch; every rank has all of it."""
-    unscored_PG = rewards_PG.isnan()
+    """Reward statistics of the completions of all ranks.
+
+    Args:
+        values_PGF: values of the reward functions, NaN where a function gave none.
+        rewards_PG: their weighted sums, NaN where no function gave a value.
+    """
+    is_unscored_PG = rewards_PG.isnan()
     metrics = {
         "reward": _mean(rewards_PG),
         "reward_std": _std(rewards_PG),
-        "frac_unscorable": unscored_PG.float().mean().item(),
+        "frac_unscorable": is_unscored_PG.float().mean().item(),
     }
     for f, name in enumerate(names):
         values_PG = values_PGF[..., f]
@@ -116,16 +127,18 @@ def add_completions(groups: Sequence[Group], metrics: Accumulator) -> None:
     for group in groups:
         prompt_length = len(group.problem.prompt_ids)
         for completion in group.completions:
+            # Lengths leave the tokens of tools out, num_tokens has them: the model reads them.
             lengths.append(len(completion.sampled_ids))
-            num_truncated += not completion.finished
-            num_tokens += prompt_length
-            num_tokens += len(completion.ids)
+            num_tokens += prompt_length + len(completion.ids)
+            if not completion.finished:
+                num_truncated += 1
     count = len(lengths)
-    metrics.add("completions/mean_length", sum(lengths), count)
+    total = sum(lengths)
+    metrics.add("completions/mean_length", total, count)
     metrics.add("completions/clipped_ratio", num_truncated, count)
     metrics.maximum("completions/max_length", float(max(lengths)))
     metrics.minimum("completions/min_length", float(min(lengths)))
-    metrics.total("completion_tokens", sum(lengths))
+    metrics.total("completion_tokens", total)
     metrics.total("num_tokens", num_tokens)
 
 
@@ -142,15 +155,17 @@ def logged_completions(run: Run, step: Step) -> list[dict[str, Any]]:
     """Records of completions, two of each problem if that is enough, scored by the new weights."""
     world = run.world
     learner = run.learner
-    count = run.config.logging.log_completions
+    num_completions = run.config.logging.log_completions
     P = len(step.groups)
     G = len(step.batch) // P
-    of_each = min(max(2, math.ceil(count / P)), G)
-    pairs = [(p, g) for p in range(P) for g in range(of_each)]
-    pairs = pairs[:count]
-    # All rows are scored, also those that the update has skipped.
-    batch = replace(step.batch, old_logprobs_BT=step.reported_old_BT, computed_B=None)
+    # Two completions of a problem can be compared with each other.
+    num_per_problem = max(2, math.ceil(num_completions / P))
+    pairs = list(product(range(P), range(min(num_per_problem, G))))
+    pairs = pairs[:num_completions]
     indices = [p * G + g for p, g in pairs]
+
+    # A row that the update skipped is scored too: it has no old log-prob but the sampler's.
+    batch = replace(step.batch, old_logprobs_BT=step.reported_old_BT, computed_B=None)
     rows = batch.select(torch.tensor(indices))
     updated_BT = batch_logprobs(learner, learner.bare_scorer, rows)
     return sample_records(
@@ -169,14 +184,16 @@ def logged_completions(run: Run, step: Step) -> list[dict[str, Any]]:
 
 
 def _mean(values: Tensor) -> float:
-    """The mean of the values that are not NaN, in float64: rewards may be large. NaN for none."""
+    """Mean of the values that are not NaN; NaN if there are none."""
+    # In float64: rewards may be so large that their sum overflows fp32.
     return values.double().nanmean().item()
 
 
 def _std(values: Tensor) -> float:
-    """Standard deviation (n - 1) of the values that are not NaN: 0 for a single one, NaN for
-    none."""
-    numbers = values[~values.isnan()].double()
-    if len(numbers) == 1:
+    """Standard deviation (n - 1) of the values that are not NaN; 0 of one value, NaN of none."""
+    scored = values[~values.isnan()].double()
+    if len(scored) == 0:
+        return math.nan
+    if len(scored) == 1:
         return 0.0
-    return numbers.std().item() if len(numbers) else math.nan
+    return scored.std().item()

@@ -1,5 +1,5 @@
-"""The models of a run, its optimizer and learning-rate schedule, as they are at the step where it
-starts."""
+"""The models of a run, its optimizer and its learning-rate schedule, in the state of the step where
+the run starts."""
 
 from __future__ import annotations
 
@@ -38,23 +38,24 @@ from grpo.run.optimizer import make_lr_schedule, make_optimizer, move_schedule
 
 @dataclass(frozen=True)
 class Models:
+    """The parts of a run that hold weights, or states of the optimizer."""
+
     policy: Policy
     scorer: CompletionScorer
-    """Not yet wrapped in DDP; under FSDP the root group."""
+    """Scorer of the policy, not yet wrapped in DDP; under FSDP the root group."""
     ref_scorer: CompletionScorer | lora.AdapterReference | None
     optimizer: torch.optim.Optimizer
     lr_schedule: LRScheduler
     why_padded: str | None
-    """The reason why each prompt is scored once per completion; None: it is scored once per
-    group."""
+    """The reason why each prompt is scored once per completion. None: once per group."""
     moving_reference: dict[str, torch.Tensor]
-    """The reference's weights by name, for checkpoints, if they change during training
-    (``ref_sync_steps``)."""
+    """Weights of the reference by name, for checkpoints, if they change during training
+    (``ref_sync_steps``); else empty."""
     sampler: Policy
-    """The policy that the built-in engine samples with: under FSDP its model is one of this rank
+    """The policy that the built-in engine samples with. Under FSDP its model is one of this rank
     alone."""
     gathered: GatheredWeights | None
-    """Fills the sampler's model under FSDP; None: the sampler is the policy, or vLLM samples."""
+    """Fills the sampler's model under FSDP. None: the sampler is the policy, or vLLM samples."""
 
 
 def build_models(
@@ -68,21 +69,25 @@ def build_models(
 ) -> Models:
     """Load or restore everything that holds weights. All ranks call it together.
 
-    Args: path: the folder or Hub id that ``model.name_or_path`` stands for. reference_path: what
-        ``model.reference`` stands for; None: the reference is the model that training starts from.
+    Args:
+        path: the folder or Hub id that ``model.name_or_path`` stands for.
+        reference_path: the same of ``model.reference``. Default: the reference is the model that
+            training starts from.
 
-    Raises: ValueError: on all ranks, if a model cannot be loaded, or if policy, reference and
-        checkpoint do not fit.
+    Raises:
+        ValueError: on all ranks, if a model cannot be loaded, or if policy, reference and
+            checkpoint do not fit.
     """
     algorithm = config.algorithm
     is_sharded = config.runtime.parallel == "fsdp" and not world.is_single_process
     # Loading for FSDP and its passes have collectives, which fail_together() may not hold.
-    together = contextlib.nullcontext if is_sharded else world.fail_together
+    fail_together = contextlib.nullcontext if is_sharded else world.fail_together
 
     def load(folder: str) -> Policy:
         return load_policy(
             folder,
             tokenizer,
+            # FSDP shards it before it goes to the GPU, which may have no room for all of it.
             device=torch.device("cpu") if is_sharded else world.device,
             precision=config.runtime.precision,
             attn_implementation=config.model.attn_implementation,
@@ -93,6 +98,7 @@ def build_models(
     def load_trained() -> Policy:
         if not config.uses_lora:
             return load(str(start.checkpoint or path))
+        # A checkpoint of LoRA holds the adapter alone.
         policy = load(path)
         _make_adapter(config, policy, path, start.checkpoint)
         if config.lora.base_precision == "bf16":
@@ -100,11 +106,11 @@ def build_models(
         return policy
 
     def load_reference() -> Policy:
-        # Without model.reference it is the model that training began with, also for a policy from
-        # a checkpoint.
+        # Not the checkpoint's weights: the KL is measured from the model that training began with.
         reference = load(reference_path or path)
         reference.model.eval().requires_grad_(False)
-        if not algorithm.ref_sync_steps:  # a reference that moves needs its fp32 weights
+        # A reference that moves needs its fp32 weights: bf16 would round small steps away.
+        if not algorithm.ref_sync_steps:
             store_frozen_in_bf16(reference)
         return reference
 
@@ -115,6 +121,7 @@ def build_models(
         return policy, CompletionScorer(policy.model, config.rollout.temperature), None
 
     def check(policy: Policy, scorer: CompletionScorer) -> str | None:
+        # Inside of the root's forward pass, where FSDP has gathered the weights.
         return compute_inside(
             scorer,
             lambda: check_model(
@@ -125,30 +132,37 @@ def build_models(
             ),
         )
 
+    # Policy and reference.
     ref_scorer = None
-    with together():
+    with fail_together():
         policy, scorer, sampling_model = make(load_trained)
+        # DDP would wait for gradients of parameters that text does not reach; FSDP does not.
         if not is_sharded:
             policy.model.eval()  # dropout would draw random numbers
             policy.unreached = freeze_unreached(policy.model, policy.score_one_token(scorer))
-        if algorithm.beta > 0 and config.uses_lora and reference_path is None:
-            ref_scorer = lora.AdapterReference(policy, scorer)
-        elif algorithm.beta > 0:
-            reference, ref_scorer, _ = make(load_reference)
+        if algorithm.beta > 0:
+            if config.uses_lora and reference_path is None:
+                # The frozen base is in memory already: the reference costs an adapter, or nothing.
+                ref_scorer = lora.AdapterReference(policy, scorer)
+            else:
+                reference, ref_scorer, _ = make(load_reference)
 
-    with world.fail_together():  # under FSDP each rank reads its shares of the states
+    with world.fail_together():  # under FSDP each rank reads its part of the states
         moving_reference = _moving_reference(config, ref_scorer, policy)
         optimizer, lr_schedule = _optimizer(config, policy, max_steps, start, moving_reference)
 
-    with together():
+    # The fast ways of scoring and sampling that are right for these models are switched on.
+    with fail_together():
         why_padded = check(policy, scorer)
         if isinstance(ref_scorer, CompletionScorer):
             check(reference, ref_scorer)
     policy.model.train()
 
+    # Under FSDP no rank has all weights: a second model, filled for each rollout, samples.
     sampler = policy
     gathered = None
     if sampling_model is not None and config.rollout.engine != "vllm":
+        # The check may have switched the policy to packed attention.
         sampling_model.set_attn_implementation(policy.model.config._attn_implementation)
         sampler = replace(policy, model=sampling_model)
         gathered = GatheredWeights(scorer, policy.model, sampling_model)
@@ -166,10 +180,13 @@ def build_models(
 
 
 def _make_adapter(config: Config, policy: Policy, path: str, folder: Path | None) -> None:
-    """Put the run's adapter, with the values of the start or of the checkpoint, into the model at
-    ``path``.
+    """Put the run's LoRA adapter into the policy's model.
 
-    A frozen adapter, if the reference needs one, gets those of the start.
+    A frozen adapter, if the reference needs one, gets the values of the start.
+
+    Args:
+        path: the model's folder or Hub id.
+        folder: the checkpoint whose values the trained adapter gets. None: those of the start.
     """
     algorithm = config.algorithm
     settings = config.lora
@@ -191,9 +208,12 @@ def _make_adapter(config: Config, policy: Policy, path: str, folder: Path | None
             check_base(start, path)
         lora.read_adapter(policy, start, base=base, dropout=settings.dropout)
 
+    # A new adapter is 0, so that the model without it is the start. This holds neither for an
+    # adapter that the run started from, nor for a reference that moves.
     starts_as_reference = algorithm.beta > 0 and config.model.reference is None
     if starts_as_reference and (start is not None or algorithm.ref_sync_steps > 0):
         lora.add_reference_adapter(policy)
+    # Not before: the frozen copy above is of the start.
     if folder is not None:
         lora.read_values(policy, folder)
 
@@ -204,22 +224,26 @@ def _load_sharded(
     tokenizer: Any,
     load: Callable[[], Policy],
 ) -> tuple[Policy, CompletionScorer, nn.Module]:
-    """The policy that ``load`` returns on rank 0's CPU, sharded; its scorer, the root group; and
-    empty modules.
+    """The policy that ``load`` returns on rank 0's CPU, sharded.
 
     All ranks call it together, and errors of ``load`` are raised on all.
+
+    Returns:
+        The policy, its scorer, which is the root group, and a copy of its model without weights.
     """
     weights = {}
-    empty = None
+    empty_policy = None
     with world.fail_together():
         if world.is_main:
-            whole = load()
-            weights = whole.model.state_dict(prefix="model.")
-            empty = replace(whole.without_weights(), tokenizer=None)
+            full_policy = load()
+            weights = full_policy.model.state_dict(prefix="model.")
+            empty_policy = replace(full_policy.without_weights(), tokenizer=None)
     # The modules are sent, not built again: ties, buffers and adapters are those of the model that
     # rank 0 has loaded.
-    policy = replace(world.from_main(empty), device=world.device, tokenizer=tokenizer)
+    empty_policy = world.from_main(empty_policy)
+    policy = replace(empty_policy, device=world.device, tokenizer=tokenizer)
     scorer = CompletionScorer(policy.model, config.rollout.temperature)
+    # Copied before shard() replaces the parameters, and moves the buffers of the policy alone.
     sampling_model = copy.deepcopy(policy.model).requires_grad_(False)
     for module in sampling_model.modules():
         for name, buffer in module._buffers.items():
@@ -237,7 +261,11 @@ def _load_sharded(
 
 
 def _moving_reference(config: Config, ref_scorer: Any, policy: Policy) -> dict[str, torch.Tensor]:
-    """See :class:`Models`; ConfigError if it could not move towards the policy."""
+    """Weights of a reference that moves towards the policy, by name; else empty.
+
+    Raises:
+        ConfigError: if the reference has weights of other shapes than the policy.
+    """
     if ref_scorer is None or not config.algorithm.ref_sync_steps:
         return {}
     if isinstance(ref_scorer, lora.AdapterReference):
@@ -245,8 +273,8 @@ def _moving_reference(config: Config, ref_scorer: Any, policy: Policy) -> dict[s
     shapes = [p.shape for p in ref_scorer.model.parameters()]
     if shapes != [p.shape for p in policy.model.parameters()]:
         raise ConfigError(
-            f"{REFERENCE} has weights of other shapes than the policy, towards which algorithm.ref_sync_steps moves "
-            "it: set ref_sync_steps=0"
+            f"{REFERENCE} has weights of other shapes than the policy, towards which "
+            "algorithm.ref_sync_steps moves it: set ref_sync_steps=0"
         )
     return dict(ref_scorer.model.named_parameters())
 
@@ -258,16 +286,19 @@ def _optimizer(
     start: StartPoint,
     moving_reference: dict[str, torch.Tensor],
 ) -> tuple[torch.optim.Optimizer, LRScheduler]:
-    """Optimizer and schedule as they are at the step where the run starts; a moving reference is
-    restored too."""
+    """The optimizer and the learning-rate schedule of the step where the run starts.
+
+    A moving reference is restored too, from the same files.
+    """
     updates_per_step = config.algorithm.updates_per_step
     optimizer = make_optimizer(policy.model, config.optim)
     lr_schedule = make_lr_schedule(optimizer, config.optim, max_steps * updates_per_step)
     if start.checkpoint:
-        changed = {key for key, _, _ in start.changes}
-        if not changed.isdisjoint((REFERENCE, "model.adapter")):
+        changed_keys = {key for key, _, _ in start.changes}
+        if not changed_keys.isdisjoint((REFERENCE, "model.adapter")):
             moving_reference = {}  # the saved one is the old reference, moved
         trained = checkpoint.TrainedTensors(policy, optimizer, moving_reference)
         checkpoint.restore(start.checkpoint, trained)
+        # The schedule is not in the checkpoint: it is a function of the number of updates.
         move_schedule(lr_schedule, start.state["step"] * updates_per_step)
     return optimizer, lr_schedule

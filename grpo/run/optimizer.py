@@ -18,19 +18,27 @@ from grpo.run.records import Learner
 from grpo.telemetry.accumulator import Accumulator
 
 MAX_SKIPPED_IN_A_ROW = 10
+"""A run stops at so many updates in a row whose gradient is not finite."""
 
 
 def make_optimizer(model: nn.Module, settings: OptimConfig) -> torch.optim.Optimizer:
     """AdamW with weight decay on matrices only: norms and biases are not pulled towards 0."""
     parameters = [p for p in model.parameters() if p.requires_grad]
+    matrices = [p for p in parameters if p.dim() >= 2]
+    vectors = [p for p in parameters if p.dim() < 2]
+    groups = []
+    if matrices:
+        groups.append({"params": matrices, "weight_decay": settings.weight_decay})
+    if vectors:
+        groups.append({"params": vectors, "weight_decay": 0.0})
     # On CUDA one fused kernel updates many parameters, and needs no memory of its own.
-    fused = all(p.is_cuda and p.dtype == torch.float32 for p in parameters) or None
-    groups = [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": settings.weight_decay},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    groups = [group for group in groups if group["params"]]
-    return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=settings.betas, fused=fused)
+    is_fused = all(p.is_cuda and p.dtype == torch.float32 for p in parameters)
+    return torch.optim.AdamW(
+        groups,
+        lr=settings.learning_rate,
+        betas=settings.betas,
+        fused=is_fused or None,  # None: PyTorch's choice
+    )
 
 
 def make_lr_schedule(
@@ -43,10 +51,11 @@ def make_lr_schedule(
     warmup = int(settings.warmup_steps)
     if settings.warmup_steps < 1:  # a fraction, rounded up as transformers does
         warmup = math.ceil(settings.warmup_steps * num_updates)
-    options = None
     # transformers ignores the warm-up of "constant" without a warning.
     if name == "constant" and warmup:
         name = "constant_with_warmup"
+    options = None
+    # The configuration allows min_lr with a cosine schedule alone.
     if settings.min_lr is not None:
         name = "cosine_with_min_lr"
         options = {"min_lr": settings.min_lr}
@@ -55,8 +64,8 @@ def make_lr_schedule(
 
 def move_schedule(schedule: LambdaLR, num_updates: int) -> None:
     """Set the schedule, and the learning rates, to where they are after so many updates."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that the optimizer has made no update yet
+    # PyTorch warns that the optimizer has made no update before the schedule's first step.
+    with warnings.catch_warnings(action="ignore"):
         for _ in range(num_updates):
             schedule.step()
 
@@ -74,16 +83,19 @@ def apply_update(learner: Learner, metrics: Accumulator) -> None:
     max_norm = learner.config.optim.max_grad_norm
     parameters = learner.policy.model.parameters()
     grad_norm = full_tensor(torch.nn.utils.clip_grad_norm_(parameters, max_norm))
+    # A vote: ranks that took different branches here would have different weights for ever.
     is_finite = world.all_true(bool(torch.isfinite(grad_norm)))
     skipped_in_a_row = 0
     if not is_finite:
         skipped_in_a_row = progress.skipped_in_a_row + 1
         learner.reporter.print(
-            "warning: a gradient is not finite: this update is skipped, and the weights do not change"
+            "warning: a gradient is not finite: this update is skipped, "
+            "and the weights do not change"
         )
     if skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
         raise ValueError(
-            f"{skipped_in_a_row} updates in a row had a gradient that is not finite: lower optim.learning_rate"
+            f"{skipped_in_a_row} updates in a row had a gradient that is not finite: "
+            "lower optim.learning_rate"
         )
 
     metrics.add("grad_norm", grad_norm if is_finite else 0.0, count=float(is_finite))
@@ -91,26 +103,27 @@ def apply_update(learner: Learner, metrics: Accumulator) -> None:
     # All ranks skip together, and totals are summed over ranks: the main rank counts for all.
     metrics.total("skipped_updates", float(not is_finite and world.is_main))
 
-    # Only now: after the error above the step before can still be saved, with its own counter.
+    # Not before the error above: after it the step before can still be saved, with its own counter.
     progress.mid_update = True
     progress.skipped_in_a_row = skipped_in_a_row
     if is_finite:
         learner.optimizer.step()
-    learner.lr_schedule.step()  # also after a skipped update: the rate is a function of the step
-    # Under DDP gradients are views of its buckets: set to None, they would be allocated twice.
-    are_views = not world.is_single_process and not learner.is_sharded
-    learner.optimizer.zero_grad(set_to_none=not are_views)
+    # Also after a skipped update: a resumed run finds the learning rate from the step alone.
+    learner.lr_schedule.step()
+    learner.clear_gradients()
 
 
 def sync_reference_if_due(learner: Learner, num_steps: int) -> None:
-    """After every ``ref_sync_steps`` steps, move the reference towards the policy."""
+    """Move the reference towards the policy after every ``ref_sync_steps`` steps."""
     algorithm = learner.config.algorithm
     if learner.ref_scorer is None or not algorithm.ref_sync_steps:
         return
     if num_steps % algorithm.ref_sync_steps != 0:
         return
     model = learner.policy.model
-    if learner.ref_scorer.model is model:  # LoRA: the reference is an adapter of the same model
+    reference = learner.ref_scorer.model
+    # With LoRA the reference is an adapter inside of the same model, and alpha is always 1.
+    if reference is model:
         copy_to_reference_adapter(model)
     else:
-        sync_reference(learner.ref_scorer.model, model, algorithm.ref_sync_alpha)
+        sync_reference(reference, model, algorithm.ref_sync_alpha)

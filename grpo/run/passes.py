@@ -1,6 +1,6 @@
 """Passes over a batch in micro-batches of ``tokens_per_microbatch`` tokens.
 
-Shapes: ``B`` rows, ``T`` completion tokens.
+Shapes: ``B`` rows, ``T`` completion tokens, ``N`` trained tokens of all rows.
 """
 
 from __future__ import annotations
@@ -27,20 +27,23 @@ def rank_microbatches(
     """Yield ``(micro-batch, is_last)`` of this rank; under FSDP as many as on any other rank.
 
     Args:
-        packed: prompts are computed once per group. Default: as the policy's scorer does.
+        packed: True if prompts are computed once per group. Default: as the policy's scorer does.
     """
     if packed is None:
         packed = learner.bare_scorer.packed
     max_tokens = learner.tokens_per_microbatch
     num_passes = 0
     if learner.is_sharded:
+        # Each pass gathers the weights from all ranks: a rank with fewer micro-batches makes up
+        # passes without effect, or the others would wait for it for ever.
         parts = microbatch_rows(batch, max_tokens, packed=packed)
-        num_passes = int(learner.world.max(torch.tensor(len(parts))))
+        most_passes = learner.world.max(torch.tensor(len(parts)))
+        num_passes = int(most_passes)
     return microbatches(batch, max_tokens, packed=packed, num_passes=num_passes)
 
 
 def batch_logprobs(learner: Learner, scorer: CompletionScorer, batch: Batch) -> Tensor:
-    """Log-probs of a whole batch without gradient, ``[B, T]`` fp32 nats."""
+    """Log-probs of all rows of a batch without gradient, ``[B, T]`` fp32 nats."""
     logprobs_BT, _ = batch_logprobs_and_entropies(learner, scorer, batch)
     return logprobs_BT
 
@@ -51,35 +54,40 @@ def batch_logprobs_and_entropies(
     scorer: CompletionScorer,
     batch: Batch,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs, and the entropy of the distribution of each token, ``[B, T]`` each.
+    """Log-probs of all tokens, and entropies of the distributions they come from, ``[B, T]`` nats.
 
     Rows that are not computed (``Batch.computed_B``) have 0.
     """
-    logprobs_BT = torch.zeros(batch.completion_mask_BT.shape, device=learner.world.device)
+    device = learner.world.device
+    logprobs_BT = torch.zeros(batch.completion_mask_BT.shape, device=device)
     entropies_BT = torch.zeros_like(logprobs_BT)
-    # Positions in this batch: a minibatch has those of the whole step.
-    batch = replace(batch, row_B=torch.arange(len(batch), device=logprobs_BT.device))
+    # A minibatch numbers its rows by their place in the step; the results have their place here.
+    rows_B = torch.arange(len(batch), device=device)
+    batch = replace(batch, row_B=rows_B)
     with learner.policy.autocast():
         for micro, _ in rank_microbatches(learner, batch, packed=scorer.packed):
             micro_logprobs_BT, micro_entropies_BT = scorer(*micro.scorer_inputs)
-            # The longest completion of these rows may be shorter than that of the batch.
+            # A micro-batch is as wide as its longest completion, maybe not as wide as the batch.
             t = micro_logprobs_BT.shape[1]
             logprobs_BT[micro.row_B, :t] = micro_logprobs_BT
             entropies_BT[micro.row_B, :t] = micro_entropies_BT
+    # No backward pass follows, at whose end FSDP would free the gathered weights.
     reshard(scorer)
     return logprobs_BT, entropies_BT
 
 
 def top_entropy_mask(learner: Learner, batch: Batch) -> Tensor:
-    """``[B, T]`` True at the share ``top_entropy_quantile`` of trained tokens with the most
-    entropy.
+    """``[B, T]`` True at the trained tokens of the highest entropy.
 
-    The share is that of the tokens of all ranks.
+    They are the share ``top_entropy_quantile`` of the trained tokens of all ranks.
     """
-    # Rows that are skipped would have entropy 0.
-    every_row = replace(batch, computed_B=None)
-    _, entropies_BT = batch_logprobs_and_entropies(learner, learner.bare_scorer, every_row)
-    entropies_N = entropies_BT[batch.loss_mask_BT].cpu()
-    gathered_N = torch.cat(learner.world.gather_objects(entropies_N))
-    threshold = entropy_threshold(gathered_N, learner.config.algorithm.top_entropy_quantile)
-    return batch.loss_mask_BT & (entropies_BT >= threshold.to(entropies_BT.device))
+    # Rows of advantage 0 count too: skipped, they would have entropy 0 and lower the threshold.
+    all_rows = replace(batch, computed_B=None)
+    _, entropies_BT = batch_logprobs_and_entropies(learner, learner.bare_scorer, all_rows)
+    rank_entropies_N = entropies_BT[batch.loss_mask_BT].cpu()
+    # One threshold for all ranks: one per rank would make the loss depend on their number.
+    entropies_N = torch.cat(learner.world.gather_objects(rank_entropies_N))
+    quantile = learner.config.algorithm.top_entropy_quantile
+    threshold = entropy_threshold(entropies_N, quantile).to(entropies_BT.device)
+    has_high_entropy_BT = entropies_BT >= threshold
+    return batch.loss_mask_BT & has_high_entropy_BT

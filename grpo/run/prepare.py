@@ -1,14 +1,16 @@
-"""Builds a run from its configuration. Cheap checks come first: rewards, data, then models.
+"""Builds a run from its configuration.
+
+Cheap checks come first: rewards, data, then models. A mistake shows within seconds.
 
 Code that may fail on one rank alone is inside ``world.fail_together()``: all ranks then stop with
-that rank's message.
+the message of that rank.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
@@ -50,7 +52,6 @@ from grpo.model import (
     check_context,
     check_reference,
     load_tokenizer,
-    model_digests,
     resolve_model,
 )
 from grpo.rewards import RewardRunner, RewardSpec
@@ -73,7 +74,7 @@ from grpo.vllm import build_engine
 
 @dataclass(frozen=True)
 class Inputs:
-    """The inputs of a run besides models: functions of the user, and rows of datasets."""
+    """The inputs of a run besides models: functions and tools of the user, and rows of datasets."""
 
     user: UserFunctions
     tools: Tools | None
@@ -82,43 +83,47 @@ class Inputs:
     evaluation: Rows | None
 
 
-def prepare(config: Config, world: World, objects: UserObjects | None = None) -> Run | None:
+def prepare(
+    config: Config,
+    world: World,
+    user_objects: UserObjects | None = None,
+) -> Run | None:
     """Check and build everything; None if the run is already complete.
 
     Args:
-        objects: rewards, tools and rows that a calling program passes.
+        user_objects: rewards, tools and rows that a calling program passes. Default: none.
 
     Raises:
-        ValueError: on a user error, with a message of one line.
+        ValueError: on a mistake of the user, with a message of one line.
     """
-    on_failure = contextlib.ExitStack()
-    run = None
-    try:
-        run = _prepare(config, world, objects or UserObjects(), on_failure)
-    finally:
-        if run is None:  # else the run closes everything at its own end
-            on_failure.close()
+    with contextlib.ExitStack() as on_failure:
+        run = _prepare(config, world, user_objects or UserObjects(), on_failure)
+        if run is not None:
+            on_failure.pop_all()  # the run closes everything at its own end
     return run
 
 
 def _prepare(
     config: Config,
     world: World,
-    objects: UserObjects,
+    user_objects: UserObjects,
     on_failure: contextlib.ExitStack,
 ) -> Run | None:
+    """:func:`prepare`, which closes with ``on_failure`` what was opened before an error."""
     world.check_same(settings_of_all_ranks(config))
     check_world_size(config, world.size)
 
-    # What the run reads, and where it starts.
+    # The files that the run reads, and the step where it starts.
     lock = Lock()
     on_failure.callback(lock.release)
-    found = None
+    checkpoint_and_origin = None
     with world.fail_together():
-        if world.is_main:  # in a folder that changes, two ranks could find different checkpoints
-            found = find_checkpoint(config, lock)
-        inputs = _read_inputs(config, world, objects, on_failure)
-    checkpoint, origin = world.from_main(found)
+        # The main rank decides: in a folder that changes, two ranks could find different
+        # checkpoints.
+        if world.is_main:
+            checkpoint_and_origin = find_checkpoint(config, lock)
+        inputs = _read_inputs(config, world, user_objects, on_failure)
+    checkpoint, origin = world.from_main(checkpoint_and_origin)
 
     resolve = partial(
         resolve_model,
@@ -147,13 +152,16 @@ def _prepare(
     max_steps = config.optim.max_steps
     if max_steps is None:
         max_steps = max(math.ceil(config.optim.num_epochs * schedule.steps_per_epoch), 1)
+
+    # A run that was stopped in its last evaluation has all steps, but is not complete.
     has_evaluation_left = bool(evaluation.problems) and evaluation_is_due(
         progress, config.eval, max_steps
     )
     if progress.step >= max_steps and not has_evaluation_left:
         if world.is_main:
             print(
-                f"already complete: {checkpoint}, step {progress.step} of {max_steps}; a new output_dir starts anew"
+                f"already complete: {checkpoint}, step {progress.step} of {max_steps}; "
+                "a new output_dir starts anew"
             )
         return None
 
@@ -163,7 +171,7 @@ def _prepare(
     eval_problems = evaluation.problems[: config.eval.max_samples]
     tasks = Tasks(schedule, eval_problems, inputs.rewards, inputs.tools)
 
-    # Output.
+    # Output: only now, so that a mistake above leaves no folder, and moves no earlier run aside.
     mask_command_line()
     facts = environment(world.size)
     facts["num_eval_problems"] = len(eval_problems)
@@ -184,13 +192,17 @@ def _prepare(
     )
     on_failure.callback(reporter.close)
 
-    # Engine.
-    prompt_ids = train.problems[0].prompt_ids
-    engine = _build_engine(config, world, models, path, prompt_ids, reporter.print)
+    # The engine, which may start vLLM. Its logs go to the output folder.
+    probe_ids = train.problems[0].prompt_ids
+    engine = _build_engine(config, world, models, path, probe_ids, reporter)
     on_failure.callback(engine.close)
     if inputs.tools is not None:
         engine = TurnsEngine(
-            engine, inputs.tools, config, warn=reporter.print, num_ranks=world.size
+            engine,
+            inputs.tools,
+            config,
+            warn=reporter.print,
+            num_ranks=world.size,
         )
         with world.fail_together():
             engine.check()
@@ -214,6 +226,7 @@ def _prepare(
     saver = Saver(config, world, trained, reporter, progress, max_steps, start.facts)
     if not config.debug:
         saver.try_saving()
+    # Late: until here a stop signal ends the process at once, as there is nothing to save.
     signals = Signals(world)
     on_failure.callback(signals.close)
 
@@ -227,12 +240,13 @@ def _prepare(
         log=Log(reporter, saver, signals, lock),
         max_steps=max_steps,
     )
-    # What a person should know before the first step.
+    # Facts that a person should know before the first step.
     print_summary(run, train, evaluation, models.why_padded, checkpoint)
-    tries = config.runtime.try_largest_step
-    if tries is None:
-        tries = world.device.type == "cuda"
-    if tries and not config.debug:
+    tries_largest_step = config.runtime.try_largest_step
+    if tries_largest_step is None:
+        # On a GPU the try takes seconds. On a CPU it can take longer than a short run.
+        tries_largest_step = world.device.type == "cuda"
+    if tries_largest_step and not config.debug:
         reporter.print(try_largest_step(run, train.problems))
     return run
 
@@ -240,7 +254,7 @@ def _prepare(
 def _read_inputs(
     config: Config,
     world: World,
-    objects: UserObjects,
+    user_objects: UserObjects,
     on_failure: contextlib.ExitStack,
 ) -> Inputs:
     """Load the user's functions and the rows, and check them against each other."""
@@ -248,12 +262,13 @@ def _read_inputs(
 
     specs = []
     for function in config.reward.functions:
-        given = objects.rewards.get(function.name)
-        specs.append(RewardSpec(function.name, function.weight, function.args, given))
+        user_object = user_objects.rewards.get(function.name)
+        specs.append(RewardSpec(function.name, function.weight, function.args, user_object))
     tools = None
     if config.uses_turns:
-        tools = Tools(config, objects.tools)
+        tools = Tools(config, user_objects.tools)
         on_failure.callback(tools.close)
+        # An environment may give a reward of its own.
         specs = tools.load().reward_specs(specs)
     rewards = RewardRunner(
         specs,
@@ -269,10 +284,12 @@ def _read_inputs(
         seed=config.seed,
         has_environment=bool(config.environment),
     )
-    train = load(train=True, table=objects.train_rows)
-    evaluation = load(train=False, table=objects.eval_rows)
+    train = load(train=True, table=user_objects.train_rows)
+    evaluation = load(train=False, table=user_objects.eval_rows)
     check_enough(len(train.prompts), config.rollout.prompts_per_step)
-    for rows in filter(None, (train, evaluation)):
+    # A reward that lacks a column, or cannot read an answer, would fail in the first step.
+    splits = [train] if evaluation is None else [train, evaluation]
+    for rows in splits:
         rewards.check(rows.columns[0], f"the rows of {rows.source}")
         check_rows(
             rewards.specs,
@@ -281,19 +298,22 @@ def _read_inputs(
             rows.places,
             has_pattern=config.data.answer_pattern is not None,
         )
+
     check_reward_names(config.eval, rewards.names)
-    metric = config.checkpoint.keep_best
-    known = []
+    best_metric = config.checkpoint.keep_best
+    eval_metrics = []
     if evaluation is not None:
-        known = metric_names(config.eval.num_sampled, rewards.names)
-    if metric and metric not in known:
-        remedy = ", ".join(known) or "set data.eval_split"
+        eval_metrics = metric_names(config.eval.num_sampled, rewards.names)
+    if best_metric and best_metric not in eval_metrics:
+        remedy = ", ".join(eval_metrics) or "set data.eval_split"
         raise ConfigError(
-            f"checkpoint.keep_best={metric} is no metric of an evaluation of this run: {remedy}"
+            f"checkpoint.keep_best={best_metric} is no metric of an evaluation of this run: "
+            f"{remedy}"
         )
 
-    for note in rewards.notes:
-        if world.is_main:
+    # No reporter yet: it needs the output folder.
+    if world.is_main:
+        for note in rewards.notes:
             print(note)
     return Inputs(user, tools, rewards, train, evaluation)
 
@@ -307,8 +327,12 @@ def _find_start(
     checkpoint: Path | None,
     origin: str | None,
 ) -> StartPoint:
-    """The state that the run starts from; ValueError if ranks, or the run before, read other
-    files."""
+    """The state that the run starts from.
+
+    Raises:
+        ValueError: on all ranks, if ranks read different files, or if settings or files differ from
+            those of the checkpoint's run.
+    """
     with world.fail_together():
         files = dict(inputs.user.source_files)
         if inputs.tools is not None:
@@ -317,17 +341,18 @@ def _find_start(
         content["the training rows"] = fingerprint(inputs.train)
         if inputs.evaluation is not None:
             content["the evaluation rows"] = fingerprint(inputs.evaluation)
-        model = model_digests("", path, with_weights=not world.is_single_process)
         start = read_start_point(config, checkpoint, {"origin": origin, "content": content})
 
     # Folders may have other names on other machines: the digests alone are compared.
-    digests = " ".join(sorted([*content.values(), *model.values()]))
-    of_files = "the content of data.dataset, model.name_or_path, reward.functions or another file"
-    world.check_same({of_files: sha256(digests.encode()).hexdigest()[:12]})
+    digests = " ".join(sorted(content.values()))
+    files_in_words = (
+        "the content of data.dataset, model.name_or_path, reward.functions or another file"
+    )
+    world.check_same({files_in_words: sha256(digests.encode()).hexdigest()[:12]})
 
     if start.changes and world.is_main:
-        listed = "; ".join(f"{key}: {old} -> {new}" for key, old, new in start.changes)
-        print(f"note: checkpoint.accept_changes accepts {listed}")
+        changes = "; ".join(f"{key}: {old} -> {new}" for key, old, new in start.changes)
+        print(f"note: checkpoint.accept_changes accepts {changes}")
     return start
 
 
@@ -339,27 +364,30 @@ def _tokenize(
 ) -> tuple[Any, ProblemSet, ProblemSet]:
     """The tokenizer, and the problems to train and to evaluate on.
 
-    All fit into the model's context together with a completion.
+    Every prompt fits into the model's context together with a completion.
     """
     trust = config.model.trust_remote_code
-    longest = config.rollout.max_completion_length
+    max_length = config.rollout.max_completion_length
     tokenizer = load_tokenizer(
-        path, trust_remote_code=trust, chat_template=config.model.chat_template
+        path,
+        trust_remote_code=trust,
+        chat_template=config.model.chat_template,
     )
     split_stop(tokenizer, config.rollout.stop)  # refuses strings that could never match
     make = partial(
         make_problems,
         config=config.data,
         tokenizer=tokenizer,
-        schemas_of=inputs.tools and inputs.tools.schemas_of,
+        schemas_of=inputs.tools.schemas_of if inputs.tools else None,
     )
     train = make(inputs.train)
-    check_context(path, train.problems, longest, trust_remote_code=trust)
+    check_context(path, train.problems, max_length, trust_remote_code=trust)
     if reference is not None:
-        check_reference(reference, tokenizer, train.problems, longest, trust_remote_code=trust)
+        check_reference(reference, tokenizer, train.problems, max_length, trust_remote_code=trust)
     evaluation = ProblemSet([])
     if inputs.evaluation is not None:
         evaluation = make(inputs.evaluation)
+    # All prompts of the split may have been too long.
     if evaluation.problems:
         check_eval_context(config, path, evaluation.problems)
     return tokenizer, train, evaluation
@@ -370,22 +398,29 @@ def _build_engine(
     world: World,
     models: Models,
     path: str,
-    prompt_ids: Sequence[int],
-    warn: Callable[[str], None],
+    probe_ids: Sequence[int],
+    reporter: Reporter,
 ) -> Engine:
-    """The engine that ``rollout.engine`` names."""
+    """The engine that ``rollout.engine`` names.
+
+    Args:
+        path: the folder or Hub id that ``model.name_or_path`` stands for.
+        probe_ids: a prompt, by whose log-probs vLLM shows that it has the policy's weights.
+    """
     if config.rollout.engine == "builtin":
         return BuiltinEngine(
             models.sampler,
             fast_decode=config.runtime.fast_decode,
             cuda_graphs=True,
             gathered=models.gathered,
-            warn=warn,
+            warn=reporter.print,
         )
-    longest = config.data.max_prompt_length + max(
+    # vLLM reserves room for the longest row of rollouts and of evaluations.
+    max_completion = max(
         config.rollout.max_completion_length,
         eval_sampling(config).max_completion_length,
     )
+    longest = config.data.max_prompt_length + max_completion
     return build_engine(
         config,
         world,
@@ -393,6 +428,6 @@ def _build_engine(
         path=path,
         root=models.scorer,
         longest=min(longest, models.policy.context_length or longest),
-        probe_ids=prompt_ids,
+        probe_ids=probe_ids,
         folder=config.output_dir,
     )

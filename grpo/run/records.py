@@ -1,9 +1,8 @@
 """A run as four records, each of one concern, and a step in progress.
 
 :func:`grpo.run.prepare.prepare` builds the records once, and a function takes the one that it
-needs. They never change; what changes during a run are the weights and states inside of their
-parts, and
-:class:`grpo.checkpoint.saver.Progress`.
+needs. Their fields never change. During a run the weights and states inside of their parts change,
+and :class:`grpo.checkpoint.saver.Progress`.
 
 Shapes: ``P`` problems, ``G`` completions each, ``F`` reward functions, ``B`` rows, ``T`` completion
 tokens.
@@ -41,7 +40,7 @@ from grpo.turns.tools import Tools
 
 @dataclass(frozen=True)
 class Learner:
-    """The policy, and what updates it."""
+    """The policy, the scorers of its completions, and its optimizer."""
 
     config: Config
     world: World
@@ -51,34 +50,42 @@ class Learner:
     """Log-probs of completions under the policy, with gradient; wrapped by DDP, or sharded by
     FSDP."""
     bare_scorer: CompletionScorer
-    """The same module without DDP, for passes without gradient; under FSDP the same object."""
+    """``scorer`` without DDP, for passes without gradient. Under FSDP and in a single process both
+    are one object."""
     ref_scorer: CompletionScorer | None
-    """Log-probs under the frozen reference. None if ``beta`` is 0: no reference is in memory
-    then."""
+    """Log-probs of completions under the frozen reference. None if ``beta`` is 0: then no reference
+    is in memory."""
     optimizer: torch.optim.Optimizer
     lr_schedule: LRScheduler
     reporter: Reporter
-    """Shows warnings."""
+    """Prints warnings."""
     objective: Objective | UserObjective
     """The loss of a token: a name, or a function of the user."""
     user_advantages: UserAdvantages | None = None
-    """Advantages by a function of the user. Default: those of the configuration."""
+    """A function of the user that computes advantages. Default: the built-in ones."""
 
     @property
     def is_sharded(self) -> bool:
-        """True under FSDP. Each pass is a collective then, so all ranks need as many passes."""
+        """True under FSDP. Then each pass is a collective, and all ranks need equally many."""
         return is_sharded(self.bare_scorer)
 
     @property
     def tokens_per_microbatch(self) -> int:
-        """Most tokens of one forward and backward pass: as configured, or fewer that fit in
-        memory."""
+        """Most tokens of one forward and backward pass."""
+        # The try of the largest step lowers a default that does not fit in memory.
         return self.progress.tokens_per_microbatch or self.config.optim.tokens_per_microbatch
 
     @property
     def max_length(self) -> int:
         """Tokens that ``aggregation=constant`` counts for each completion in the denominator."""
         return self.config.rollout.max_completion_length
+
+    def clear_gradients(self) -> None:
+        """Set all gradients to None, or under DDP to 0."""
+        # DDP's gradients are views of its buckets. Set to None, they would be allocated again
+        # beside the buckets.
+        has_buckets = self.scorer is not self.bare_scorer
+        self.optimizer.zero_grad(set_to_none=not has_buckets)
 
 
 @dataclass(frozen=True)
@@ -92,9 +99,10 @@ class Sampler:
 
     @property
     def sampling(self) -> SamplingParams:
-        """The settings of a rollout; ``tokens_in_flight`` as configured, or fewer that fit in
-        memory."""
+        """The settings of a rollout."""
         rollout = self.config.rollout
+        # The try of the largest step lowers a default that does not fit in memory.
+        tokens_in_flight = self.progress.tokens_in_flight or rollout.tokens_in_flight
         return SamplingParams(
             num_generations=rollout.num_generations,
             max_completion_length=rollout.max_completion_length,
@@ -103,28 +111,28 @@ class Sampler:
             top_k=rollout.top_k,
             min_p=rollout.min_p,
             stop=tuple(rollout.stop),
-            tokens_in_flight=self.progress.tokens_in_flight or rollout.tokens_in_flight,
+            tokens_in_flight=tokens_in_flight,
         )
 
     def current_weights(
         self, seconds: dict[str, float] | None = None
     ) -> AbstractContextManager[None]:
-        """Inside the block the engine samples from the policy's weights at its start.
+        """A block inside which the engine samples from the policy's weights of its beginning.
 
-        The time to copy, gather or send them is added to ``seconds["rollout"]``.
+        The time to copy, gather or send the weights is added to ``seconds["rollout"]``.
         """
         return engine_with_weights(self.engine, self.world, seconds)
 
 
 @dataclass(frozen=True)
 class Tasks:
-    """The problems, and what judges their completions."""
+    """The problems, and the rewards of their completions."""
 
     problems: Schedule
     eval_problems: Sequence[Problem]
     rewards: RewardRunner
     tools: Tools | None
-    """Tools and environments; None: completions are one turn."""
+    """Tools and environments. None: a completion is one turn of the model."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +147,7 @@ class Log:
 
 @dataclass(frozen=True)
 class Run:
-    """All of a run."""
+    """A run: its four records, and what all of them share."""
 
     config: Config
     world: World
@@ -152,29 +160,32 @@ class Run:
 
     @property
     def trainer_state(self) -> TrainerState:
-        """The position of the run, for rewards that take it as an argument."""
+        """The position of the run, for reward functions that have it as an argument."""
         step = self.progress.step
         epoch = step / self.tasks.problems.steps_per_epoch
         return TrainerState(step, epoch, self.max_steps)
 
     def close(self) -> None:
+        """End worker processes and dashboards, restore signal handlers, unlock the folder."""
         self.sampler.engine.close()
         self.tasks.rewards.close()
         self.log.reporter.close()
         self.log.signals.close()
+        # Last: another run may start in the folder from here on.
         self.log.lock.release()
 
 
 PHASES = ("rollout", "reward", "logprobs", "update", "eval")
+"""Phases of a step whose seconds are metrics."""
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """This rank's completions of a step, and their rewards."""
+    """This rank's completions of a step, and the values of their reward functions."""
 
     groups: Sequence[Group]
     values_PGF: Tensor
-    """The value of each reward function, fp32; NaN where it gave none."""
+    """Values of the reward functions, fp32; NaN where a function gave none."""
 
 
 @dataclass
@@ -184,8 +195,9 @@ class Step:
     number: int
     """Counted from 0."""
     metrics: Accumulator = field(default_factory=Accumulator)
+    # A step without an evaluation reports 0 seconds for that phase.
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
-    """Of each phase on this rank."""
+    """Seconds of each phase on this rank."""
     groups: Sequence[Group] = ()
     """The groups of this rank."""
     values_PGF: Tensor | None = None
@@ -197,8 +209,8 @@ class Step:
     reported_old_BT: Tensor | None = None
     """Old log-probs, for the records of completions.
 
-    They start as the sampler's. The first iteration over the batch overwrites the rows that it
-    computes. """
+    They start as the sampler's log-probs. The first iteration over the batch overwrites the rows
+    that it computes."""
 
     def keep_for_metrics(
         self,

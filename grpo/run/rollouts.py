@@ -31,8 +31,8 @@ def sample_and_score(
     """Sample a group of completions of each problem, and call every reward function.
 
     Args:
-        problems: this rank's; there may be none.
-        are_substitutes: the problems replace a few of the step's.
+        problems: problems of this rank, maybe none.
+        are_substitutes: True if they replace a few problems of the step.
 
     Raises:
         Interrupted: on all ranks, if a signal asks any of them to stop.
@@ -42,12 +42,14 @@ def sample_and_score(
     world = run.world
     sampling = run.sampler.sampling
     names = run.tasks.rewards.names
-    most_tokens = len(problems) * sampling.num_generations * sampling.max_completion_length
+    G = sampling.num_generations
+    max_tokens = len(problems) * G * sampling.max_completion_length
     result = RewardResult(names, 0)
 
-    # Memory may run out, a reward fail or a signal arrive on this rank alone.
+    # Memory may run out, a reward fail or a signal arrive on this rank alone: the others must not
+    # wait for it in the next collective.
     with world.fail_together(), world.interruptible():
-        bar = run.log.reporter.bar("rollout", most_tokens)
+        bar = run.log.reporter.bar("rollout", max_tokens)
         with world.timed("rollout", step.seconds), bar:
             groups = run.sampler.engine.generate(
                 problems,
@@ -59,51 +61,56 @@ def sample_and_score(
             if groups:
                 result = score_groups(run.tasks.rewards, groups, run.trainer_state)
 
-    completions = [completion for group in groups for completion in group.completions]
+    completions = []
+    for group in groups:
+        completions += group.completions
     for row, completion in enumerate(completions):
         for column, values in result.extra.items():
             completion.logged[column] = values[row]
     # A function that fails on a few substitutes alone is not broken.
     add_outcome(step.metrics, result, world, is_checked=not are_substitutes)
-    values_BF = torch.from_numpy(numpy.array(result.values, dtype=numpy.float32))  # NaN for None
-    return Rollout(groups, values_BF.view(len(groups), sampling.num_generations, len(names)))
+    values_BF = numpy.array(result.values, dtype=numpy.float32)  # NaN for None
+    values_PGF = torch.from_numpy(values_BF).view(len(groups), G, len(names))
+    return Rollout(groups, values_PGF)
 
 
 def replace_equal_groups(run: Run, step: Step, rollout: Rollout) -> Rollout:
     """Replace each group whose advantages are all 0 by a group of another problem.
 
-    This is dynamic sampling (DAPO, section 3.2). The other problem is a function of step, position
-    in the batch and attempt, so that neither the number of ranks nor a resume changes it. After the
-    last attempt a group stays as it is.
+    This is dynamic sampling (DAPO, section 3.2). DAPO samples until the batch is full; here, after
+    the last attempt, a group stays as it is. The other problem is a function of step, position in
+    the batch and attempt, so that neither the number of ranks nor a resume changes it.
     """
     algorithm = run.config.algorithm
     groups = list(rollout.groups)
     values_PGF = rollout.values_PGF.clone()
     for attempt in range(algorithm.dynamic_sampling_attempts):
-        values_compared_in_group = values_compared(
+        values_in_group = values_compared(
             values_PGF,
             run.tasks.rewards.weights,
             algorithm.multi_objective_aggregation,
         )
-        is_useless_P = has_no_advantage(
-            values_compared_in_group,
+        is_replaced_P = has_no_advantage(
+            values_in_group,
             baseline=algorithm.baseline,
             scale=algorithm.scale,
         )
-        substitutes = {}
-        for p in is_useless_P.nonzero().flatten().tolist():
+        positions = []
+        problems = []
+        for p in is_replaced_P.nonzero().flatten().tolist():
             problem = run.tasks.problems.substitute(step.number, p, attempt)
+            # None: the dataset has no other problem left for this step.
             if problem is not None:
-                substitutes[p] = problem
+                positions.append(p)
+                problems.append(problem)
         # A rank without any goes on with the others: sampling and scoring have votes.
-        if run.world.all_true(not substitutes):
+        if run.world.all_true(not problems):
             break
 
-        problems = list(substitutes.values())
-        others = sample_and_score(run, step, problems, are_substitutes=True)
-        for p, group, values_GF in zip(substitutes, others.groups, others.values_PGF, strict=True):
-            groups[p] = group
-            values_PGF[p] = values_GF
+        substitutes = sample_and_score(run, step, problems, are_substitutes=True)
+        for number, p in enumerate(positions):
+            groups[p] = substitutes.groups[number]
+            values_PGF[p] = substitutes.values_PGF[number]
     return Rollout(groups, values_PGF)
 
 
@@ -116,7 +123,11 @@ def add_outcome(
 ) -> None:
     """Add the numbers of failures, and the metrics that reward functions logged.
 
-    With ``is_checked``, UserError on all ranks if a function, or every environment, has failed.
+    Args:
+        is_checked: raise an error if a function, or every environment, has failed.
+
+    Raises:
+        UserError: on all ranks.
     """
     failures = [failure for failure in result.environment_failures if failure]
     counts = [
@@ -125,18 +136,18 @@ def add_outcome(
         len(result.environment_failures),
         len(failures),
     ]
-    *failed, num_scored, num_environments, num_failed = world.sum(torch.tensor(counts)).tolist()
+    totals = world.sum(torch.tensor(counts)).tolist()
+    *num_failed, num_scored, num_environments, num_failed_environments = totals
 
     for name, count in zip(result.names, result.failures, strict=True):
         metrics.total(f"rewards/{name}/errors", count)
     # All ranks must add the same names, and a function may log a metric on some ranks only.
     logged = set()
     first_failures = []
-    for names_of_rank, failures_of_rank in world.gather_objects(
-        (set(result.metrics), failures[:1])
-    ):
-        logged |= names_of_rank
-        first_failures += failures_of_rank
+    rank_facts = (set(result.metrics), failures[:1])
+    for rank_logged, rank_failures in world.gather_objects(rank_facts):
+        logged |= rank_logged
+        first_failures += rank_failures
     for name in sorted(logged):
         total, count = result.metrics.get(name, (0.0, 0.0))
         metrics.add(LOGGED_PREFIX + name, total, count)
@@ -145,12 +156,14 @@ def add_outcome(
 
     # The environment of a completion that was cut before its first action has shown nothing, and is
     # not counted. Where most were cut, the few that acted may have failed by chance.
-    if num_failed == num_environments and num_failed > num_scored:
-        what = f"all {num_failed} environments of this step have failed"
+    all_failed = num_failed_environments == num_environments
+    if all_failed and num_failed_environments > num_scored:
+        what = f"all {num_failed_environments} environments of this step have failed"
         raise UserError(f"{what}, first with {first_failures[0]}")
-    for name, count in zip(result.names, failed, strict=True):
+    for name, count in zip(result.names, num_failed, strict=True):
         if num_scored and count == num_scored:
-            trace = result.first_traceback.get(name, "")  # the runner has printed it
+            # The runner has printed the whole traceback, of which the last line names the error.
+            trace = result.first_traceback.get(name, "")
             error = trace.rstrip().rpartition("\n")[2] or "timeout"
             what = f"reward {name!r} failed on all {count} completions of this step"
             raise UserError(f"{what}: {error}")

@@ -1,9 +1,10 @@
-"""Signals that ask a run to stop or to save, turned into decisions that all ranks take together.
+"""Signals that ask a run to stop or to save, and the votes of all ranks on them.
 
-SIGTERM, SIGINT and SIGHUP stop the run: a rollout or an evaluation, which does not change the
-weights, at once; an update is finished first. SIGUSR1 saves a checkpoint at the end of the current
-step. A signal to one rank counts for all: ranks vote at the end of each rollout and of each step. A
-second stop signal raises KeyboardInterrupt, which ends the run."""
+SIGTERM, SIGINT and SIGHUP stop the run. A rollout or an evaluation, which does not change the
+weights, ends at once; an update is finished first. SIGUSR1 saves a checkpoint at the end of the
+current step. A signal to one rank counts for all: ranks vote at the end of each rollout and of each
+step. A second stop signal raises KeyboardInterrupt, which ends the run.
+"""
 
 from __future__ import annotations
 
@@ -22,35 +23,40 @@ count as one."""
 
 
 class Signals:
-    """Signal handlers, installed from construction until :meth:`close`; none outside the main
-    thread."""
+    """Signal handlers, from construction until :meth:`close`."""
 
     def __init__(self, world: World):
         self.world = world
         self.save_requested = False
         self._first_stop: float | None = None
+        """Time of the first stop signal, in seconds of the monotonic clock."""
         self._old_handlers = {}
-        if threading.current_thread() is threading.main_thread():
-            for number in (*STOP_SIGNALS, signal.SIGUSR1):
-                # Under nohup SIGHUP stays ignored.
-                if number == signal.SIGUSR1 or signal.getsignal(number) is not signal.SIG_IGN:
-                    self._old_handlers[number] = signal.signal(number, self._handle)
+        # Python calls handlers in the main thread, and installs them nowhere else.
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number in (*STOP_SIGNALS, signal.SIGUSR1):
+            is_ignored = signal.getsignal(number) is signal.SIG_IGN
+            # Under nohup SIGHUP stays ignored, so that the run outlives its terminal.
+            if number == signal.SIGUSR1 or not is_ignored:
+                self._old_handlers[number] = signal.signal(number, self._handle)
 
     def vote(self) -> tuple[bool, bool]:
-        """``(save, stop)`` at the end of a step: True if any rank got such a signal. All ranks get
-        the same answer."""
-        local_requests = [int(self.save_requested), self.world.stop_signal or 0]
-        save, stop = self.world.max(torch.tensor(local_requests)).tolist()
+        """``(save, stop)`` at the end of a step, the same on all ranks: True if any rank got such a
+        signal."""
+        rank_requests = [int(self.save_requested), self.world.stop_signal or 0]
+        requests = self.world.max(torch.tensor(rank_requests))
+        save, stop = requests.tolist()
         if save:
             self.save_requested = False
         if stop:
+            # The number of the signal, from which all ranks make the same exit code.
             self.world.stop_signal = stop
         return bool(save), bool(stop)
 
     @property
     def exit_code(self) -> int:
-        """128 + signal number, as a shell reports a process that a signal ended; torchrun may then
-        restart it."""
+        """128 + signal number, as a shell reports a process that a signal ended."""
+        # Not 0: torchrun would take the run for complete, and never restart it.
         return 128 + (self.world.stop_signal or signal.SIGTERM)
 
     def close(self) -> None:
@@ -67,6 +73,7 @@ class Signals:
         self._first_stop = self._first_stop or now
         if now - self._first_stop > SAME_SIGNAL_SECONDS:
             raise KeyboardInterrupt(f"second {signal.Signals(number).name}")
+        # In an update nothing is raised: weights that are half updated could not be saved.
         if self.world.may_interrupt:
             self.world.may_interrupt = False
             raise Interrupted

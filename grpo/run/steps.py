@@ -22,14 +22,16 @@ from grpo.telemetry.console import evaluation_table
 
 
 def remaining_steps(run: Run) -> Iterator[Step]:
-    """Yield each step that is left, for the loop to sample and update; finish it afterwards.
+    """Yield each step that is left; finish it when the loop asks for the next one.
+
+    The loop makes the rollout and the updates of a step. Metrics, evaluation and checkpoint follow.
 
     Raises:
         Interrupted: on all ranks, after a step or in an evaluation, if a signal asks to stop.
     """
     log = run.log
     progress = run.progress
-    # It is due before training, or where a stop has cut off the evaluation of the last step.
+    # An evaluation is due before training, or if a stop has cut it off behind the last step.
     evaluation = evaluate_if_due(run)
     if evaluation and progress.step > 0:
         log.saver.save_if_due(evaluation)
@@ -37,29 +39,33 @@ def remaining_steps(run: Run) -> Iterator[Step]:
     while progress.step < run.max_steps:
         step = Step(progress.step)
         if not run.config.model.disable_dropout:
-            # Nothing else in a step draws from PyTorch's global generators.
+            # Nothing else in a step draws from PyTorch's global generators, so that seeding them
+            # here makes a resumed run drop the same units.
             seed = derive_seed(run.config.seed, "dropout", step.number, run.world.rank)
             torch.manual_seed(seed)
         started = time.perf_counter()
         waited_before = seconds_waited_for_core()
         yield step
 
-        # The loop has made all updates of the step.
+        # Here the loop has made all updates of the step.
         seconds = time.perf_counter() - started
         waited = seconds_waited_for_core() - waited_before
         step.metrics.maximum("step_time", seconds)
         step.metrics.maximum("time/frac_core_wait", waited / seconds)
         line = step_line(run, step)
+        # First: if writing below fails, the step can still be saved.
         progress.complete_step(line)
         report_completions(run, step)
         log.reporter.step(line, evaluation_follows=_evaluation_is_due(run))
 
-        log.saver.save_if_due(evaluate_if_due(run))
-        is_last = progress.step == run.max_steps
-        # Signals that any rank has got.
+        # Before the save, which records that this step has been evaluated.
+        evaluation = evaluate_if_due(run)
+        log.saver.save_if_due(evaluation)
         save, stop = log.signals.vote()
         if save:
             log.saver.save_newest()
+        # After the last step there is nothing left to stop.
+        is_last = progress.step == run.max_steps
         if stop and not is_last:
             raise Interrupted
 
@@ -76,13 +82,12 @@ def evaluate_if_due(run: Run) -> dict[str, float]:
     world = run.world
     reporter = run.log.reporter
     problems = run.tasks.eval_problems
-    sampling = replace(
-        eval_sampling(config),
-        tokens_in_flight=run.sampler.sampling.tokens_in_flight,
-    )
-    num_evaluations = 1 if sampling.is_greedy else 2  # greedy, and sampled
-    total = num_evaluations * len(world.local_rows(problems))
-    seconds: dict[str, float] = {}
+    # The limit of a rollout, which the try of the largest step may have lowered.
+    tokens_in_flight = run.sampler.sampling.tokens_in_flight
+    sampling = replace(eval_sampling(config), tokens_in_flight=tokens_in_flight)
+    num_rounds = 1 if sampling.is_greedy else 2  # greedy, and sampled
+    total = num_rounds * len(world.local_rows(problems))
+    seconds = {}
     with (
         world.timed("eval", seconds),
         run.sampler.current_weights(),
@@ -94,7 +99,7 @@ def evaluate_if_due(run: Run) -> dict[str, float]:
             Grader(config.eval, run.tasks.rewards, run.trainer_state),
             world,
             sampling,
-            # Each evaluation has the seeds of step 0, so that metrics differ by the weights alone.
+            # Each evaluation has the same seeds, so that metrics differ by the weights alone.
             seed=config.seed,
             on_problems=bar.update,
         )
@@ -102,7 +107,8 @@ def evaluate_if_due(run: Run) -> dict[str, float]:
     reporter.evaluation(progress.step, metrics, evaluation.intervals, seconds["eval"])
     if evaluation.num_unscored:
         reporter.print(
-            f"warning: {evaluation.num_unscored} completions of this evaluation could not be scored and count as wrong"
+            f"warning: {evaluation.num_unscored} completions of this evaluation could not be "
+            "scored and count as wrong"
         )
 
     progress.evaluated_step = progress.step
@@ -114,6 +120,7 @@ def evaluate_if_due(run: Run) -> dict[str, float]:
 
 
 def _evaluation_is_due(run: Run) -> bool:
+    """True if the newest weights of a run are to be evaluated, and there are problems for it."""
     has_problems = bool(run.tasks.eval_problems)
     return has_problems and evaluation_is_due(run.progress, run.config.eval, run.max_steps)
 
@@ -125,6 +132,7 @@ def evaluation_is_due(
 ) -> bool:
     """True if the newest weights are to be evaluated, and have not been."""
     step = progress.step
+    # A continued run may have fewer max_steps than it has made.
     if progress.evaluated_step == step or step > max_steps:
         return False
     if step == 0:

@@ -13,8 +13,8 @@ from grpo.evaluation.grading import correctness_note
 from grpo.model import num_parameters
 from grpo.run.records import Run
 
-COMPARE_TEXT = ("accuracy", "pattern_answer", "exact_or_stripped")
-"""Rewards to which the text of an answer is the answer; math_verify reads worked solutions."""
+TEXT_COMPARING_REWARDS = ("accuracy", "pattern_answer", "exact_or_stripped")
+"""Rewards that compare the whole text of a reference answer; math_verify reads worked solutions."""
 
 
 def print_summary(
@@ -27,8 +27,9 @@ def print_summary(
     """Print the facts of a run, and what could make it wrong or useless.
 
     Args:
-        why_padded: the reason why scoring computes prompts once per completion. None: it does not.
-        checkpoint: the one that the run continues from.
+        why_padded: the reason why scoring computes prompts once per completion. None: once per
+            group.
+        checkpoint: the checkpoint that the run continues from. None: a new run.
     """
     config = run.config
     rollout = config.rollout
@@ -58,6 +59,7 @@ def print_summary(
     if why_padded:
         lines.append(f"note      {why_padded}: scoring computes each prompt once per completion")
     if checkpoint:
+        # The schedule follows from max_steps, so that another max_steps changes the rate.
         rate = run.learner.lr_schedule.get_last_lr()[0]
         lines.append(
             f"resuming  {checkpoint} at step {run.progress.step}, learning rate {rate:.3g}"
@@ -72,14 +74,15 @@ def data_line(
     evaluation: ProblemSet,
     num_evaluated: int,
 ) -> str:
-    """The numbers of problems to train on, to evaluate on, and left out."""
-    num_left_out = train.num_too_long + train.num_empty
-    num_left_out_of_eval = evaluation.num_too_long + evaluation.num_empty
+    """Line with the numbers of problems to train on, to evaluate on, and excluded."""
+    # A long prompt is never cut, which would make another problem of it.
+    num_excluded = train.num_too_long + train.num_empty
+    num_eval_excluded = evaluation.num_too_long + evaluation.num_empty
     return (
         f"data      {data.dataset}: {len(train.problems)} problems to train on, "
         f"{train.num_without_answer} of them with an empty answer; {num_evaluated} to evaluate on; "
-        f"left out, as empty or longer than {data.max_prompt_length} tokens: {num_left_out} and "
-        f"{num_left_out_of_eval}"
+        f"left out, as empty or longer than {data.max_prompt_length} tokens: {num_excluded} and "
+        f"{num_eval_excluded}"
     )
 
 
@@ -94,28 +97,33 @@ def warnings_of(
     for key, reason in keys_without_effect(config).items():
         yield f"note: {key} has no effect {reason}"
 
-    # The prompts of an environment may hide what differs between its rows.
+    # Rows of an environment may have one prompt, and differ in what the environment adds to it.
     if not config.environment:
         num_shared = count_shared(train, evaluation)
         if num_shared:
             yield f"warning: {num_shared} of the evaluation problems are also in the training data"
-    comparing = [f.name for f in config.reward.functions if f.name in COMPARE_TEXT]
+
+    # A completion that is right never equals a whole worked solution, so its reward would be 0.
+    comparing = [f.name for f in config.reward.functions if f.name in TEXT_COMPARING_REWARDS]
     answers = [str(problem.columns.get("answer")) for problem in train]
     num_worked = sum("####" in answer or "\\boxed{" in answer for answer in answers)
     if comparing and num_worked:
         yield (
-            f"warning: {num_worked} of {len(train)} answers contain #### or \\boxed, and {comparing[0]} "
-            "compares the whole text: data.answer_pattern takes the answer out (docs/data.md)"
+            f"warning: {num_worked} of {len(train)} answers contain #### or \\boxed, and "
+            f"{comparing[0]} compares the whole text: data.answer_pattern takes the answer out "
+            "(docs/data.md)"
         )
 
+    # vLLM's kernels give other probabilities than the trainer's, and dppo_tv corrects by itself.
     corrects = algorithm.sampler_correction != "none" or algorithm.objective == "dppo_tv"
     if rollout.engine == "vllm" and not corrects:
         yield (
             "note: rollout.engine=vllm without algorithm.sampler_correction: the gradient is not "
             "that of the policy which sampled; token_truncate corrects it"
         )
-    is_truncated = rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0
-    if is_truncated:
+
+    # The sampler draws from fewer tokens than the loss takes probabilities over.
+    if rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0:
         filters = f"rollout.top_p={rollout.top_p:g}, top_k={rollout.top_k}, min_p={rollout.min_p:g}"
         yield (
             f"warning: {filters}: tokens come from a truncated distribution and log-probs from "

@@ -1,7 +1,5 @@
-"""A user's own loss and advantages.
-
-They are functions that ``algorithm.objective`` and ``algorithm.advantages`` name.
-"""
+"""Functions of the user for the loss (``algorithm.objective``) and for advantages
+(``algorithm.advantages``)."""
 
 from __future__ import annotations
 
@@ -21,19 +19,19 @@ from grpo.rewards.functions import load_object, raised, source_files
 
 @dataclass(frozen=True)
 class UserFunctions:
-    """The functions of the user; None where a built-in one is configured."""
+    """Functions of the user for loss and advantages. None: a built-in one is configured."""
 
     objective: UserObjective | None
     advantages: UserAdvantages | None
     source_files: dict[str, str]
-    """Name for messages -> path of the files that define them."""
+    """Name of a file for messages -> path of the file, of all that define the functions."""
 
 
 def load_user_functions(config: Config) -> UserFunctions:
     """Load the functions, and call the loss on a small example.
 
     Raises:
-        ValueError: on a mistake, in one line.
+        ValueError: on a mistake of the user, with a message of one line.
     """
     algorithm = config.algorithm
     files = {}
@@ -43,10 +41,13 @@ def load_user_functions(config: Config) -> UserFunctions:
         try:
             _try_objective(objective)
         except Exception as error:  # the user's function may raise anything
+            # The last file defines the function: the message names the line there.
             file = next(reversed(files.values()), "")
             raise ValueError(
                 f"algorithm.objective={algorithm.objective}{raised(error, file)}"
             ) from error
+
+    # Advantages are not tried here: their values are checked in each step.
     advantages = None
     if algorithm.advantages is not None:
         advantages = _load("algorithm.advantages", algorithm.advantages, files)
@@ -54,7 +55,7 @@ def load_user_functions(config: Config) -> UserFunctions:
 
 
 def _load(key: str, name: str, files: dict[str, str]) -> Any:
-    """The function of that name; adds the files that define it."""
+    """Load the function that a key names, and add its source files to ``files``."""
     function = load_object(name, key, "")
     if not callable(function):
         raise ValueError(f"{key}={name}: there is no function of that name")
@@ -65,11 +66,16 @@ def _load(key: str, name: str, files: dict[str, str]) -> Any:
 def _try_objective(function: UserObjective) -> None:
     """Check loss and gradient of rows of 2, 1 and 0 tokens, with ratios above, below and at 1.
 
-    They must be the same for each row alone and with more padding, as in other micro-batches.
+    Both must be the same for each row alone and with more padding, as in other micro-batches.
+
+    Raises:
+        ValueError: if they are not, or are not finite.
     """
     logprobs_BT = torch.tensor([[-1.1, -2.2], [-1.0, 0.0], [0.0, 0.0]], requires_grad=True)
     old_logprobs_BT = torch.tensor([[-1.2, -2.0], [-1.0, 0.0], [0.0, 0.0]])
     advantages_B = torch.tensor([1.0, -1.0, 2.0])
+
+    mask_BT = old_logprobs_BT < 0
 
     def loss_of(rows: slice, num_padding: int = 0) -> Tensor:
         padding = (0, num_padding)
@@ -77,19 +83,21 @@ def _try_objective(function: UserObjective) -> None:
             pad(logprobs_BT[rows], padding),
             pad(old_logprobs_BT[rows], padding),
             advantages_B[rows],
-            pad(old_logprobs_BT[rows] < 0, padding),
+            pad(mask_BT[rows], padding),
             objective=function,
         )
         return loss_sum
 
     loss = loss_of(slice(3))
     (gradient_BT,) = torch.autograd.grad(loss, logprobs_BT)
-    row_by_row = loss_of(slice(0, 1)) + loss_of(slice(1, 2)) + loss_of(slice(2, 3))
-    for other_loss in (row_by_row, loss_of(slice(3), num_padding=2)):
-        (other_BT,) = torch.autograd.grad(other_loss, logprobs_BT)
-        is_same = torch.isclose(loss, other_loss)
-        if not is_same or not torch.allclose(gradient_BT, other_BT, atol=1e-6):
+    row_by_row = sum(loss_of(slice(b, b + 1)) for b in range(3))
+    with_padding = loss_of(slice(3), num_padding=2)
+    for other_loss in (row_by_row, with_padding):
+        (other_gradient_BT,) = torch.autograd.grad(other_loss, logprobs_BT)
+        # NaN is close to nothing, so a loss that is not finite fails here too.
+        is_same_loss = torch.isclose(loss, other_loss)
+        if not is_same_loss or not torch.allclose(gradient_BT, other_gradient_BT, atol=1e-6):
             raise ValueError(
-                f"the loss ({loss:g}) is not finite, or that of a row depends on the other rows or on "
-                "the number of padding columns, and so the update on how the batch is cut"
+                f"the loss ({loss:g}) is not finite, or that of a row depends on the other rows "
+                "or on the number of padding columns, and so the update on how the batch is cut"
             )

@@ -1,18 +1,21 @@
-"""Python objects in place of names in the configuration. Imports no torch."""
+"""Python objects that a program passes to ``grpo.train``."""
 
-from collections.abc import Callable
+# Without torch: grpo.library imports this file, and a wrong setting must be reported before the
+# seconds that importing torch takes.
 from dataclasses import dataclass, field
 from typing import Any
 
 
 @dataclass(frozen=True)
 class UserObjects:
-    """Python objects of a program that calls :func:`grpo.train`, in place of what the configuration
-    names."""
+    """Python objects of a program that calls :func:`grpo.train`, which stand for names in the
+    configuration."""
 
-    rewards: dict[str, Callable[..., Any]] = field(default_factory=dict)
-    """Functions, by their name in ``reward.functions``."""
+    rewards: dict[str, Any] = field(default_factory=dict)
+    """Reward functions by their name in ``reward.functions``."""
     tools: dict[str, Any] = field(default_factory=dict)
-    """Tools and an environment, by their name in the configuration."""
+    """Tools and an environment by their name in the configuration."""
     train_rows: list[dict[str, Any]] | None = None
+    """Rows to train on. Default: those of ``data.dataset``."""
     eval_rows: list[dict[str, Any]] | None = None
+    """Rows to evaluate on. Default: those that the section ``data`` names."""
