@@ -9,12 +9,13 @@ from grpo.system import set_environment_defaults
 
 __version__ = "0.1.0"
 
+# Before any module of the package imports torch, which reads the variables once.
 set_environment_defaults()
 
 
 def __getattr__(name: str) -> Any:
-    """``train`` and ``TrainingResult`` are imported when they are asked for: reward workers import
-    this package too."""
+    """Import ``train`` and ``TrainingResult`` when they are asked for."""
+    # Workers of rewards and tools import this package too, and need neither.
     if name in ("TrainingResult", "train"):
         from grpo import library
 

@@ -1,5 +1,7 @@
-"""``grpo.train``: ``train_grpo.py`` as a function (docs/library.md). Importing this module imports
-no torch."""
+"""``grpo.train``: ``train_grpo.py`` as a function, see ``docs/library.md``.
+
+Importing this module imports no torch, which takes seconds: a wrong setting is reported before.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,10 @@ from grpo.run.user_objects import UserObjects
 
 PAGE = Path(__file__).resolve().parents[1] / "train_grpo.py"
 """The training loop, beside this package: the module ``train_grpo``, and the user's command."""
-RUNNING = threading.Lock()
-"""Held while a run trains in this process."""
+RUN_LOCK = threading.Lock()
+"""Locked while a run trains in this process."""
 TRL_ARGUMENTS = {"reward_funcs": "reward_functions", "train_dataset": "dataset"}
+"""TRL's names for arguments of :func:`train`, for messages."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -34,21 +37,24 @@ class TrainingResult:
 
     output_dir: Path
     checkpoint: Path | None
-    """The newest checkpoint, a Hugging Face folder; None after a debug run, which saves none."""
+    """The newest checkpoint, a Hugging Face folder. None after a debug run, which saves none."""
     steps: int
     """Steps that are complete."""
     before: dict[str, float]
-    """The metrics ``eval/...`` before training that were computed; empty without such an
-    evaluation."""
+    """The metrics ``eval/...`` of the evaluation before training; empty without one."""
     after: dict[str, float]
-    """The same of the newest evaluation of the run."""
+    """The metrics ``eval/...`` of the newest evaluation after a step; empty without one."""
     metrics: list[dict[str, Any]]
     """The lines of ``metrics.jsonl``, one dictionary per step, with None for a metric that was not
-    computed; ``pandas.DataFrame(result.metrics)`` is a table."""
+    computed. ``pandas.DataFrame(result.metrics)`` is a table."""
 
     @classmethod
     def load(cls, output_dir: str | os.PathLike[str]) -> TrainingResult:
-        """Read a run's folder, also that of a run that was stopped."""
+        """Read the folder of a run, complete or stopped.
+
+        Raises:
+            ValueError: if the folder has no metrics of a step.
+        """
         from grpo.checkpoint.format import list_checkpoints
         from grpo.telemetry.records import read_lines
 
@@ -62,6 +68,7 @@ class TrainingResult:
         for line in metrics:
             evaluation = {}
             for name, value in line.items():
+                # None: not computed, as the lenient accuracy of problems without answers.
                 if name.startswith("eval/") and value is not None:
                     evaluation[name] = value
             if line["step"] == 0:
@@ -108,54 +115,60 @@ def train(
 ) -> TrainingResult:
     """Train with GRPO, and return when the run is complete.
 
-    The same call continues a run that was stopped.
+    The same call continues a run that was stopped. Under torchrun all ranks make the same call, and
+    get the same result.
 
     Args:
         config: settings as in ``configs/*.yaml``: a YAML file, a mapping (nested, or dotted keys),
-            or a ``Config``.
-        reward_functions: in place of ``reward.functions``: a function, a name, ``(function,
-            weight)``, ``{name, weight, args}``, or a list of these. A function ``fn(prompts,
-            completions, **columns) -> list[float | None]`` runs in a worker process, or in this
-            process if it cannot be sent there.
-        tools: in place of ``tools``: a list of functions and names.
-        environment_factory: in place of ``environment``: a class.
-        dataset: in place of ``data.dataset``: a list of dictionaries, a ``datasets.Dataset``, a
+            or a ``Config``. Default: the defaults of all keys.
+        reward_functions: replaces ``reward.functions``: a function, a name, ``(function, weight)``,
+            ``{name, weight, args}``, or a list of these. A function ``fn(prompts, completions,
+            **columns) -> list[float | None]`` runs in a worker process, or in this process if it
+            cannot be sent there.
+        tools: replaces ``tools``: a list of functions and names.
+        environment_factory: replaces ``environment``: a class.
+        dataset: replaces ``data.dataset``: a list of dictionaries, a ``datasets.Dataset``, a
             DataFrame, or a name.
-        eval_dataset: the same in place of ``data.eval_dataset``.
+        eval_dataset: replaces ``data.eval_dataset``, with the same types.
         settings: sections and keys that win over ``config``: ``optim={"max_steps": 5}, seed=1``.
 
+    Returns:
+        The results, read from the run's folder.
+
     Raises:
-        ValueError: for a mistake in the settings, the data or the rewards, in words that say what
+        ValueError: for a mistake in the settings, the data or the rewards. The message says what
             would work.
-        KeyboardInterrupt: after Ctrl-C, when the newest complete step is saved; ``SystemExit``
-            after SIGTERM and SIGHUP. Any other exception is what made a step fail; steps before it
-            are saved.
+        KeyboardInterrupt: after Ctrl-C, when the newest complete step is saved.
+        SystemExit: after SIGTERM or SIGHUP, when the newest complete step is saved.
+        Exception: the error that made a step fail. The steps before it are saved.
     """
     turns = {
         "tools": tools,
         "environment": environment_factory,
     }
     tables = {"dataset": dataset, "eval_dataset": eval_dataset}
-    checked, objects = _read_arguments(config, settings, reward_functions, turns, tables)
+    checked, user_objects = _read_arguments(config, settings, reward_functions, turns, tables)
+    # After the settings are checked, because the page and these imports take seconds.
     run_steps = _load_page()
     from grpo.distributed import start_world
     from grpo.run.ending import run_to_completion
     from grpo.run.prepare import prepare
 
-    with _process_as_it_was():
+    with _process_restored():
         world = start_world(checked.runtime)
         try:
-            run = prepare(checked, world, objects)
+            run = prepare(checked, world, user_objects)
             code = 0
             if run is not None:
                 code = run_to_completion(run, run_steps, ends_process=False)
-            del run  # the model's memory
+            del run  # frees the model's memory before the caller goes on
             if code == 128 + signal.SIGINT:
                 raise KeyboardInterrupt(
                     "the newest complete step is saved; the same call continues from there",
                 )
             if code:
                 raise SystemExit(code)
+            # One rank reads, so that all ranks return the same result.
             result = TrainingResult.load(checked.output_dir) if world.is_main else None
             return world.from_main(result)
         finally:
@@ -169,17 +182,20 @@ def _load_page() -> Callable[[Any], None]:
     package. A file of that name there may be the program that calls :func:`train`, or another
     version of the page, so it is refused before it runs.
     """
-    found = importlib.util.find_spec("train_grpo")
-    if found and Path(found.origin or "").resolve() != PAGE:  # a folder has no origin
-        other = found.origin or found.name
-        raise ValueError(f"{other} hides {PAGE}, which grpo.train() runs: rename it")
-    if not found:
+    spec = importlib.util.find_spec("train_grpo")
+    if not spec:
         raise ValueError(
             f"Python finds no train_grpo, which is {PAGE}: pip install -e {PAGE.parent}"
         )
+    # A folder that Python takes for a package has no origin.
+    location = spec.origin or ""
+    if Path(location).resolve() != PAGE:
+        raise ValueError(
+            f"{location or spec.name} hides {PAGE}, which grpo.train() runs: rename it"
+        )
     # Run anew in each call: a person may have edited the page since the last one.
-    page = importlib.util.module_from_spec(found)
-    found.loader.exec_module(page)
+    page = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(page)
     return page.train
 
 
@@ -198,55 +214,59 @@ def _read_arguments(
     """
     from grpo.data import PYTHON_ROWS, rows_of
 
-    names = {}
+    # The value of each key that an argument replaces.
+    values = {}
     rewards = {}
     if reward_functions is not None:
-        names["reward.functions"] = _reward_entries(reward_functions, rewards)
-    others = {}
+        values["reward.functions"] = _reward_entries(reward_functions, rewards)
+    turn_objects = {}
     for key, value in turns.items():
         if isinstance(value, list | tuple):
-            names[key] = [_name_of(item, others) for item in value]
+            values[key] = [_name_of(item, turn_objects) for item in value]
         elif value is not None:
-            names[key] = _name_of(value, others)
+            values[key] = _name_of(value, turn_objects)
     for key, table in tables.items():
         if isinstance(table, str | os.PathLike):
-            names[f"data.{key}"] = table
+            values[f"data.{key}"] = table
         elif table is not None:
-            names[f"data.{key}"] = PYTHON_ROWS
-    if names.get("data.eval_dataset") == PYTHON_ROWS:
-        names["data.eval_split"] = "auto"
-    checked = _read_settings(config, settings, names)
+            values[f"data.{key}"] = PYTHON_ROWS
+    # Rows that are passed are evaluated on, also where the configuration sets no split.
+    if values.get("data.eval_dataset") == PYTHON_ROWS:
+        values["data.eval_split"] = "auto"
+    checked = _read_settings(config, settings, values)
 
+    # Only now, because the configuration limits the rows that are read.
     data = checked.data
     train_rows = None
     eval_rows = None
-    if names.get("data.dataset") == PYTHON_ROWS:
+    if values.get("data.dataset") == PYTHON_ROWS:
         train_rows = rows_of(tables["dataset"], "dataset", data.max_train_samples)
-    if names.get("data.eval_dataset") == PYTHON_ROWS:
+    if values.get("data.eval_dataset") == PYTHON_ROWS:
         eval_rows = rows_of(tables["eval_dataset"], "eval_dataset", data.max_eval_samples)
 
-    # The code of objects is not compared with that of earlier steps, so the run in a folder that a
-    # file names, or none, may have had other rewards.
+    # The code of objects is not compared with that of earlier steps. So the run in a folder that
+    # the caller did not name may have had other rewards, and is not continued.
     set_keys = settings if isinstance(config, str | os.PathLike) else checked.model_fields_set
-    is_chosen = "output_dir" in set_keys or "resume" in checked.checkpoint.model_fields_set
-    if (rewards or others) and not is_chosen:
+    names_run = "output_dir" in set_keys or "resume" in checked.checkpoint.model_fields_set
+    if (rewards or turn_objects) and not names_run:
         checked = make_config(checked, {"checkpoint.resume": "never"})
-    return checked, UserObjects(rewards, others, train_rows, eval_rows)
+    return checked, UserObjects(rewards, turn_objects, train_rows, eval_rows)
 
 
-def _read_settings(config: Any, settings: dict[str, Any], names: dict[str, Any]) -> Config:
+def _read_settings(config: Any, settings: dict[str, Any], values: dict[str, Any]) -> Config:
     """The checked configuration; ConfigError with all mistakes, one per line."""
-    known_names = [*train.__kwdefaults__, *keys_of(Config)]
-    known = {}
+    valid_names = [*train.__kwdefaults__, *keys_of(Config)]
+    valid_settings = {}
     mistakes = []
     for name, value in settings.items():
         if name.split(".")[0] in Config.model_fields:
-            known[name] = value
+            valid_settings[name] = value
         else:
-            mistake = unknown_key(name, known_names, OTHER_NAMES | TRL_ARGUMENTS)
+            mistake = unknown_key(name, valid_names, OTHER_NAMES | TRL_ARGUMENTS)
             mistakes.append(f"train(): {mistake}")
+    # The other settings are checked too: one run of the program shows all mistakes.
     try:
-        checked = make_config(config, known, names)
+        checked = make_config(config, valid_settings, values)
     except ConfigError as error:
         mistakes.append(str(error))
     if mistakes:
@@ -255,7 +275,7 @@ def _read_settings(config: Any, settings: dict[str, Any], names: dict[str, Any])
 
 
 def _reward_entries(functions: Any, objects: dict[str, Any]) -> list[dict[str, Any]]:
-    """The value of ``reward.functions``; adds what its names stand for to ``objects``."""
+    """The value of ``reward.functions``. Adds functions that have no other name to ``objects``."""
     if not isinstance(functions, list):
         functions = [functions]
     entries = []
@@ -266,6 +286,7 @@ def _reward_entries(functions: Any, objects: dict[str, Any]) -> list[dict[str, A
             entry = {"name": function, "weight": weight}
         elif isinstance(item, Mapping):
             entry = dict(item)
+        # The run writes its configuration to config.yaml.
         try:
             json.dumps(entry.get("args"))
         except TypeError as error:
@@ -280,8 +301,8 @@ def _reward_entries(functions: Any, objects: dict[str, Any]) -> list[dict[str, A
 def _name_of(value: Any, objects: dict[str, Any]) -> Any:
     """The name of a function, class or callable object in the configuration.
 
-    An object that no worker can import is added to ``objects`` by that name. A name, and a mapping
-    with one, stay as they are.
+    An object that no worker can import is added to ``objects`` by its name. A value that is a name,
+    or a mapping with one, is returned as it is.
     """
     if isinstance(value, str | Mapping):
         return value
@@ -291,6 +312,7 @@ def _name_of(value: Any, objects: dict[str, Any]) -> Any:
     if imported is not None:
         return imported
 
+    # A partial has no name: metrics get that of its function.
     function = value
     while isinstance(function, functools.partial):
         function = function.func
@@ -298,6 +320,7 @@ def _name_of(value: Any, objects: dict[str, Any]) -> Any:
     first_name = OBJECT_PREFIX + display_name.strip("<>")  # <lambda>
     name = first_name
     number = 1
+    # Two lambdas are two rewards; one object that is passed twice is one.
     while objects.get(name, value) is not value:
         number += 1
         name = f"{first_name}_{number}"
@@ -306,8 +329,8 @@ def _name_of(value: Any, objects: dict[str, Any]) -> Any:
 
 
 def importable_name(function: Any) -> str | None:
-    """The name by which a worker can import a function, as a configuration would write it; None if
-    it has none.
+    """The name by which a worker can import a function, as a configuration writes it. None: it has
+    no such name.
 
     A function of a script or a notebook (``__main__``) has none: to import it, the worker would run
     the script again.
@@ -317,6 +340,7 @@ def importable_name(function: Any) -> str | None:
     loaded = sys.modules.get(module)
     if module == "__main__" or getattr(loaded, "__spec__", None) is None:
         return None
+    # A closure, a lambda or a decorated function is not what its module has under that name.
     if vars(loaded).get(name) is not function:
         return None
     if BUILTIN.get(name) == module:
@@ -325,21 +349,26 @@ def importable_name(function: Any) -> str | None:
 
 
 @contextlib.contextmanager
-def _process_as_it_was() -> Iterator[None]:
-    """Restore, at the end, what training sets for the process: threads, determinism, random
-    generators."""
+def _process_restored() -> Iterator[None]:
+    """Restore the process at the end: its number of threads, determinism, random generators.
+
+    Raises:
+        ValueError: if another run trains in this process.
+    """
     import torch
 
-    if not RUNNING.acquire(blocking=False):  # a second run would share all of these
+    # A second run would share all of these, and have other bits than alone.
+    if not RUN_LOCK.acquire(blocking=False):
         raise ValueError("grpo.train is running in this process: start the second in another one")
     threads = torch.get_num_threads()
     determinism = torch.get_deterministic_debug_mode()
     gpus = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     try:
+        # The caller may be inside of torch.no_grad().
         with torch.random.fork_rng(devices=gpus), torch.inference_mode(False), torch.enable_grad():
             yield
     finally:
-        RUNNING.release()
+        RUN_LOCK.release()
         torch.set_num_threads(threads)
         # Modes 0, 1 and 2: off, warnings, errors.
         torch.use_deterministic_algorithms(determinism > 0, warn_only=determinism == 1)

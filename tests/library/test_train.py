@@ -420,16 +420,16 @@ def test_a_copy_of_the_page_or_a_folder_beside_the_program_is_refused(
 def test_a_second_run_in_a_thread_is_refused(tmp_path, random_model):
     """Both would draw from the generators of the process, and each would have other bits than
     alone."""
-    from grpo.library import RUNNING
+    from grpo.library import RUN_LOCK
 
-    with RUNNING, pytest.raises(ValueError, match="is running in this process"):
+    with RUN_LOCK, pytest.raises(ValueError, match="is running in this process"):
         train(
             settings(random_model, tmp_path),
             dataset=ROWS,
             reward_functions=lambda completions, **_: [0.0] * 4,
         )
-    assert RUNNING.acquire(blocking=False), "the refused call does not hold the lock"
-    RUNNING.release()
+    assert RUN_LOCK.acquire(blocking=False), "the refused call does not hold the lock"
+    RUN_LOCK.release()
 
 
 def test_a_result_leaves_out_what_was_not_computed(tmp_path):
