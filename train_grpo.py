@@ -55,7 +55,7 @@ def train(run: Run) -> None:
     learner = run.learner
     world = run.world
     for step in remaining_steps(run):
-        problems = run.tasks.problems.at(step.number)  # this rank's share
+        problems = run.tasks.problems.at(step.number)  # those of this rank
         with run.sampler.current_weights(step.seconds):
             rollout = sample_and_score(run, step, problems)
             if algorithm.dynamic_sampling:
@@ -72,7 +72,7 @@ def train(run: Run) -> None:
             device=world.device,
             mask_truncated=algorithm.mask_truncated_completions,
         )
-        if algorithm.skips_zero_advantage:  # their rows get no pass; the denominator counts them
+        if algorithm.skips_zero_advantage:  # such rows get no pass; the denominator counts them
             batch = skip_zero_advantage(batch, algorithm.num_minibatches)
 
         with world.timed("logprobs", step.seconds):
@@ -136,7 +136,7 @@ def update(learner: Learner, step: Step, minibatch: Batch, *, is_first_iteration
         aggregation=algorithm.aggregation,
         max_length=learner.max_length,
     )
-    denominator = world.sum(rank_denominator).clamp(min=1)  # if all are masked
+    denominator = world.sum(rank_denominator).clamp(min=1)  # it is 0 if all are masked
 
     for micro, is_last in rank_microbatches(learner, minibatch):
         with gradient_sync(learner.scorer, enabled=is_last):

@@ -106,7 +106,7 @@ def _fit(
     key: str,
     most_tokens: int,
     row_tokens: int,
-    attempt: Callable[[int], None],
+    attempt: Callable,
 ) -> None:
     """Halve a number of tokens until ``attempt`` fits in memory, and lower the setting to it.
 
@@ -114,6 +114,7 @@ def _fit(
         key: the setting, one of :data:`MEMORY_LIMITS`.
         most_tokens: its value; the tokens of a whole rollout if ``tokens_in_flight`` has none.
         row_tokens: tokens of the longest row. A smaller limit has no effect.
+        attempt: function of a number of tokens, which fails if that is too much.
 
     Raises:
         ValueError: if the user has set the key to a value that does not fit, or if one row does

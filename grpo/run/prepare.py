@@ -168,11 +168,10 @@ def _prepare(
     # Models: from here on a start takes memory and time.
     models = build_models(config, world, path, tokenizer, max_steps, start, reference)
     policy = models.policy
-    eval_problems = evaluation.problems[: config.eval.max_samples]
-    tasks = Tasks(schedule, eval_problems, inputs.rewards, inputs.tools)
 
     # Output: only now, so that a mistake above leaves no folder, and moves no earlier run aside.
-    mask_command_line()
+    eval_problems = evaluation.problems[: config.eval.max_samples]
+    mask_command_line()  # its secrets, before starts.jsonl and dashboards record it
     facts = environment(world.size)
     facts["num_eval_problems"] = len(eval_problems)
     with world.main_first():
@@ -236,7 +235,7 @@ def _prepare(
         progress=progress,
         learner=learner,
         sampler=Sampler(config, world, progress, engine),
-        tasks=tasks,
+        tasks=Tasks(schedule, eval_problems, inputs.rewards, inputs.tools),
         log=Log(reporter, saver, signals, lock),
         max_steps=max_steps,
     )

@@ -84,8 +84,7 @@ class Learner:
         """Set all gradients to None, or under DDP to 0."""
         # DDP's gradients are views of its buckets. Set to None, they would be allocated again
         # beside the buckets.
-        has_buckets = self.scorer is not self.bare_scorer
-        self.optimizer.zero_grad(set_to_none=not has_buckets)
+        self.optimizer.zero_grad(set_to_none=self.scorer is self.bare_scorer)
 
 
 @dataclass(frozen=True)

@@ -35,9 +35,8 @@ class Signals:
         if threading.current_thread() is not threading.main_thread():
             return
         for number in (*STOP_SIGNALS, signal.SIGUSR1):
-            is_ignored = signal.getsignal(number) is signal.SIG_IGN
             # Under nohup SIGHUP stays ignored, so that the run outlives its terminal.
-            if number == signal.SIGUSR1 or not is_ignored:
+            if number == signal.SIGUSR1 or signal.getsignal(number) is not signal.SIG_IGN:
                 self._old_handlers[number] = signal.signal(number, self._handle)
 
     def vote(self) -> tuple[bool, bool]:
