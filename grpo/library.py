@@ -357,7 +357,7 @@ def _process_restored() -> Iterator[None]:
     """
     import torch
 
-    # A second run would share all of these, and have other bits than alone.
+    # A second run would share all of these, and its results would not be those of a run alone.
     if not RUN_LOCK.acquire(blocking=False):
         raise ValueError("grpo.train is running in this process: start the second in another one")
     threads = torch.get_num_threads()

@@ -45,6 +45,8 @@ def try_largest_step(run: Run, problems: list[Problem]) -> str:
     sampling = run.sampler.sampling
     G = sampling.num_generations
     max_length = sampling.max_completion_length
+
+    # A rollout of the longest prompts of the dataset.
     num_problems = config.rollout.prompts_per_step // world.size
     by_length = sorted(problems, key=lambda problem: -len(problem.prompt_ids))
     longest_first = by_length[:num_problems]
@@ -53,14 +55,16 @@ def try_largest_step(run: Run, problems: list[Problem]) -> str:
         prompts += [problem.prompt_ids] * G
     row_tokens = len(prompts[0]) + max_length
 
-    # All groups have the longest prompt, so that no micro-batch is heavier than the first.
+    # A minibatch, all of whose groups have the longest prompt: no micro-batch is heavier than the
+    # first.
     completion = Completion((0,) * max_length, text="", finished=False)
     group = Group(longest_first[0], (completion,) * G)
     num_groups = num_problems // config.algorithm.num_minibatches
     no_advantages_PG = torch.zeros(num_groups, G)
     minibatch = collate([group] * num_groups, no_advantages_PG, pad_id=0, device=world.device)
+
     devices = [world.device] if world.device.type == "cuda" else []
-    # Not the wrapped one: DDP would average the gradients, and a rank that is out of memory would
+    # Not learner.scorer: DDP would average the gradients, and a rank that is out of memory would
     # leave the others waiting in this collective.
     scorer = learner.bare_scorer
 
@@ -112,7 +116,7 @@ def _fit(
 
     Args:
         key: the setting, one of :data:`MEMORY_LIMITS`.
-        most_tokens: its value; the tokens of a whole rollout if ``tokens_in_flight`` has none.
+        most_tokens: its value; if ``tokens_in_flight`` has none, the tokens of all rows.
         row_tokens: tokens of the longest row. A smaller limit has no effect.
         attempt: function of a number of tokens, which fails if that is too much.
 

@@ -127,7 +127,8 @@ def add_completions(groups: Sequence[Group], metrics: Accumulator) -> None:
     for group in groups:
         prompt_length = len(group.problem.prompt_ids)
         for completion in group.completions:
-            # Lengths leave the tokens of tools out, num_tokens has them: the model reads them.
+            # Lengths count the tokens that the model sampled. num_tokens also counts those of
+            # tools, which the model reads.
             lengths.append(len(completion.sampled_ids))
             num_tokens += prompt_length + len(completion.ids)
             if not completion.finished:

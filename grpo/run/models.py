@@ -87,7 +87,7 @@ def build_models(
         return load_policy(
             folder,
             tokenizer,
-            # FSDP shards it before it goes to the GPU, which may have no room for all of it.
+            # Under FSDP the GPU may have no room for a model that is not sharded.
             device=torch.device("cpu") if is_sharded else world.device,
             precision=config.runtime.precision,
             attn_implementation=config.model.attn_implementation,
@@ -106,7 +106,8 @@ def build_models(
         return policy
 
     def load_reference() -> Policy:
-        # Not the checkpoint's weights: the KL is measured from the model that training began with.
+        # Not the checkpoint's weights: without model.reference, the KL is measured from the model
+        # that training began with.
         reference = load(reference_path or path)
         reference.model.eval().requires_grad_(False)
         # A reference that moves needs its fp32 weights: bf16 would round small steps away.
@@ -132,7 +133,7 @@ def build_models(
             ),
         )
 
-    # Policy and reference.
+    # The policy, and the reference if there is a KL term.
     ref_scorer = None
     with fail_together():
         policy, scorer, sampling_model = make(load_trained)
@@ -208,12 +209,12 @@ def _make_adapter(config: Config, policy: Policy, path: str, folder: Path | None
             check_base(start, path)
         lora.read_adapter(policy, start, base=base, dropout=settings.dropout)
 
-    # A new adapter is 0, so that the model without it is the start. This holds neither for an
-    # adapter that the run started from, nor for a reference that moves.
+    # A new adapter adds 0, so that the model without it can be the reference. A run that starts from
+    # an adapter, or moves the reference, needs a frozen copy.
     starts_as_reference = algorithm.beta > 0 and config.model.reference is None
     if starts_as_reference and (start is not None or algorithm.ref_sync_steps > 0):
         lora.add_reference_adapter(policy)
-    # Not before: the frozen copy above is of the start.
+    # After the frozen copy is made, which keeps the values of the start.
     if folder is not None:
         lora.read_values(policy, folder)
 

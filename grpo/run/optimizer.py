@@ -31,7 +31,7 @@ def make_optimizer(model: nn.Module, settings: OptimConfig) -> torch.optim.Optim
         groups.append({"params": matrices, "weight_decay": settings.weight_decay})
     if vectors:
         groups.append({"params": vectors, "weight_decay": 0.0})
-    # On CUDA one fused kernel updates many parameters, and needs no memory of its own.
+    # On CUDA one fused kernel updates many parameters, and needs no temporary memory.
     is_fused = all(p.is_cuda and p.dtype == torch.float32 for p in parameters)
     return torch.optim.AdamW(
         groups,
@@ -103,7 +103,8 @@ def apply_update(learner: Learner, metrics: Accumulator) -> None:
     # All ranks skip together, and totals are summed over ranks: the main rank counts for all.
     metrics.total("skipped_updates", float(not is_finite and world.is_main))
 
-    # Not before the error above: after it the step before can still be saved, with its own counter.
+    # Not before the error above: after that error the previous step can still be saved, with the
+    # counter of that step.
     progress.mid_update = True
     progress.skipped_in_a_row = skipped_in_a_row
     if is_finite:

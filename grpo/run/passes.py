@@ -79,7 +79,7 @@ def batch_logprobs_and_entropies(
 def top_entropy_mask(learner: Learner, batch: Batch) -> Tensor:
     """``[B, T]`` True at the trained tokens of the highest entropy.
 
-    They are the share ``top_entropy_quantile`` of the trained tokens of all ranks.
+    They are a fraction ``top_entropy_quantile`` of the trained tokens of all ranks.
     """
     # Rows of advantage 0 count too: skipped, they would have entropy 0 and lower the threshold.
     all_rows = replace(batch, computed_B=None)

@@ -88,7 +88,7 @@ def prepare(
     world: World,
     user_objects: UserObjects | None = None,
 ) -> Run | None:
-    """Check and build everything; None if the run is already complete.
+    """Check the configuration and build the run; None if the run is already complete.
 
     Args:
         user_objects: rewards, tools and rows that a calling program passes. Default: none.
@@ -109,7 +109,8 @@ def _prepare(
     user_objects: UserObjects,
     on_failure: contextlib.ExitStack,
 ) -> Run | None:
-    """:func:`prepare`, which closes with ``on_failure`` what was opened before an error."""
+    """:func:`prepare`, with the stack that closes what was opened before an error."""
+    # Ranks with different settings would wait for each other in different collectives.
     world.check_same(settings_of_all_ranks(config))
     check_world_size(config, world.size)
 
@@ -171,15 +172,16 @@ def _prepare(
 
     # Output: only now, so that a mistake above leaves no folder, and moves no earlier run aside.
     eval_problems = evaluation.problems[: config.eval.max_samples]
-    mask_command_line()  # its secrets, before starts.jsonl and dashboards record it
+    # starts.jsonl and dashboards record the command line, which may have secrets.
+    mask_command_line()
     facts = environment(world.size)
     facts["num_eval_problems"] = len(eval_problems)
     with world.main_first():
         if world.is_main:
             start_output(config, checkpoint, lock)
             append_line(Path(config.output_dir) / "starts.jsonl", facts)
-    # In a folder of another run the line of the last step is not written, unless its evaluation is
-    # still to be made.
+    # A run that branches off into another folder does not repeat the last line of the run before,
+    # unless that step is still to be evaluated: the evaluation is added to its line.
     continues_here = checkpoint is not None and is_inside(checkpoint, config)
     reporter = Reporter(
         config,
@@ -206,7 +208,7 @@ def _prepare(
         with world.fail_together():
             engine.check()
 
-    # Records.
+    # The records, each of one concern.
     learner = Learner(
         config=config,
         world=world,
@@ -223,6 +225,7 @@ def _prepare(
     )
     trained = TrainedTensors(policy, models.optimizer, models.moving_reference)
     saver = Saver(config, world, trained, reporter, progress, max_steps, start.facts)
+    # A full disk, or a model that cannot be saved, shows now instead of at the end.
     if not config.debug:
         saver.try_saving()
     # Late: until here a stop signal ends the process at once, as there is nothing to save.

@@ -116,7 +116,8 @@ class Sampler:
     def current_weights(
         self, seconds: dict[str, float] | None = None
     ) -> AbstractContextManager[None]:
-        """A block inside which the engine samples from the policy's weights of its beginning.
+        """Return a block in which the engine samples from the weights that the policy has at the
+        start of the block.
 
         The time to copy, gather or send the weights is added to ``seconds["rollout"]``.
         """
@@ -146,7 +147,7 @@ class Log:
 
 @dataclass(frozen=True)
 class Run:
-    """A run: its four records, and what all of them share."""
+    """A run: four records, and the configuration, ranks and progress that they have in common."""
 
     config: Config
     world: World

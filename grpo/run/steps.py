@@ -132,7 +132,7 @@ def evaluation_is_due(
 ) -> bool:
     """True if the newest weights are to be evaluated, and have not been."""
     step = progress.step
-    # A continued run may have fewer max_steps than it has made.
+    # A continued run may have made more steps than its new max_steps.
     if progress.evaluated_step == step or step > max_steps:
         return False
     if step == 0:

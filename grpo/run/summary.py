@@ -103,7 +103,7 @@ def warnings_of(
         if num_shared:
             yield f"warning: {num_shared} of the evaluation problems are also in the training data"
 
-    # A completion that is right never equals a whole worked solution, so its reward would be 0.
+    # A right completion never equals a worked solution, so its reward would always be 0.
     comparing = [f.name for f in config.reward.functions if f.name in TEXT_COMPARING_REWARDS]
     answers = [str(problem.columns.get("answer")) for problem in train]
     num_worked = sum("####" in answer or "\\boxed{" in answer for answer in answers)
