@@ -209,8 +209,8 @@ def _make_adapter(config: Config, policy: Policy, path: str, folder: Path | None
             check_base(start, path)
         lora.read_adapter(policy, start, base=base, dropout=settings.dropout)
 
-    # A new adapter adds 0, so that the model without it can be the reference. A run that starts from
-    # an adapter, or moves the reference, needs a frozen copy.
+    # A new adapter adds 0, so that the model without it can be the reference. A run that starts
+    # from an adapter, or moves the reference, needs a frozen copy.
     starts_as_reference = algorithm.beta > 0 and config.model.reference is None
     if starts_as_reference and (start is not None or algorithm.ref_sync_steps > 0):
         lora.add_reference_adapter(policy)
