@@ -1,4 +1,4 @@
-"""Hugging Face folders: from a model's name to a checked policy, and back to a folder; digests of
+"""Hugging Face folders: loading a policy and checking that it fits, saving weights, digests of
 files."""
 
 from __future__ import annotations
@@ -25,18 +25,28 @@ from transformers.utils import logging as transformers_logging
 
 from grpo.algorithm.batch import Problem
 from grpo.data.tiny import build_tiny_model
-from grpo.model.lora import TRAINED, base_of, read_adapter
-from grpo.model.policy import Policy, check_finite, context_limit, reading, store_frozen_in_bf16
+from grpo.model.lora import TRAINED_ADAPTER, base_of, read_adapter
+from grpo.model.policy import (
+    Policy,
+    as_value_error,
+    check_finite,
+    context_limit,
+    store_frozen_in_bf16,
+)
 from grpo.system import publish
 
-BLOCK = 2**20
-BLOCKS = 64
-"""Of a larger file than ``BLOCKS`` blocks of ``BLOCK`` bytes, :func:`digest` reads about so many,
-evenly spread."""
-WEIGHTS = (".safetensors", ".bin")
-MODEL_FILES = (".json", ".jinja", ".model", ".py", ".tiktoken", ".txt", *WEIGHTS)
+BLOCK_BYTES = 2**20
+NUM_BLOCKS = 64
+"""Size and number of the blocks that :func:`digest` reads of a file that is larger than all of them
+together."""
+WEIGHT_SUFFIXES = (".safetensors", ".bin")
+MODEL_SUFFIXES = (".json", ".jinja", ".model", ".py", ".tiktoken", ".txt", *WEIGHT_SUFFIXES)
+"""Suffixes of the files that determine what a model and its tokenizer compute."""
 REFERENCE = "model.reference"
-transformers_logging.disable_progress_bar()  # every rank would show one per weight file
+"""The key of the reference model, for messages."""
+
+# Every rank would show a bar for each file of weights.
+transformers_logging.disable_progress_bar()
 
 
 def resolve_model(
@@ -46,11 +56,15 @@ def resolve_model(
     trust_remote_code: bool = False,
     adapters: bool = False,
 ) -> str:
-    """The folder or Hub id to load from; for ``builtin:tiny`` the tiny model's, which is built if
-    it is missing.
+    """The folder or Hub id to load from; ``builtin:tiny`` is built if it is not in the cache.
 
-    ValueError if transformers knows no model there, or if it is the folder of a LoRA adapter and
-    ``adapters`` is False.
+    Args:
+        dataset: names the task of ``builtin:tiny``.
+        adapters: allow the folder of a LoRA adapter.
+
+    Raises:
+        ValueError: if transformers finds no configuration of a model there, or if it is the folder
+            of an adapter and ``adapters`` is False.
     """
     if name_or_path == "builtin:tiny":
         task = "arithmetic"
@@ -61,10 +75,11 @@ def resolve_model(
     base = base_of(path)
     if base != path and not adapters:
         raise ValueError(
-            f"{path} is a LoRA adapter: model.adapter={path} with model.name_or_path={base} continues it, "
-            "python -m grpo.merge makes it a model"
+            f"{path} is a LoRA adapter: model.adapter={path} with model.name_or_path={base} "
+            "continues it, python -m grpo.merge makes it a model"
         )
-    with reading(f"{base} cannot be loaded"):
+    # A wrong name ends the run here, before datasets are read and weights downloaded.
+    with as_value_error(f"{base} cannot be loaded"):
         AutoConfig.from_pretrained(base, trust_remote_code=trust_remote_code)
     return path
 
@@ -77,8 +92,11 @@ def check_context(
     key: str = "rollout.max_completion_length",
     trust_remote_code: bool = False,
 ) -> None:
-    """ValueError if the longest prompt and a completion of ``max_length`` (``key``) exceed the
-    model's context."""
+    """Raise a ValueError if the longest prompt and a completion of ``max_length`` tokens together
+    exceed the model's context.
+
+    ``key`` is where the user set ``max_length``, for the message.
+    """
     config = AutoConfig.from_pretrained(base_of(path), trust_remote_code=trust_remote_code)
     context = context_limit(config)
     longest = max(len(problem.prompt_ids) for problem in problems)
@@ -95,15 +113,18 @@ def load_tokenizer(
     trust_remote_code: bool = False,
     chat_template: str | None = None,
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model folder or Hub id, or ValueError. An adapter folder without one has
-    that of its model."""
+    """The tokenizer of a model folder or Hub id, with ``chat_template`` in place of its own.
+
+    ValueError if it cannot be loaded. An adapter folder without a tokenizer has that of its model.
+    """
     if not os.path.exists(os.path.join(path, "tokenizer_config.json")):
         path = base_of(path)
-    with reading(f"the tokenizer of {path} cannot be loaded"):
+    with as_value_error(f"the tokenizer of {path} cannot be loaded"):
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-    # Without any tokenizer file transformers returns a tokenizer that has special tokens only.
-    words = tokenizer.get_vocab().keys() - tokenizer.get_added_vocab().keys()
-    if not words:
+    # Without any tokenizer file transformers raises no error: it returns a tokenizer with special
+    # tokens alone.
+    ordinary_tokens = tokenizer.get_vocab().keys() - tokenizer.get_added_vocab().keys()
+    if not ordinary_tokens:
         raise ValueError(
             f"{path} has no tokenizer: put tokenizer.json (or vocab files) beside the model"
         )
@@ -120,10 +141,11 @@ def check_reference(
     *,
     trust_remote_code: bool = False,
 ) -> None:
-    """ValueError unless ``model.reference`` has the policy's tokens, and a context for prompt and
-    completion."""
-    other = load_tokenizer(path, trust_remote_code=trust_remote_code)
-    if other.get_vocab() != tokenizer.get_vocab():
+    """Raise a ValueError unless the model at ``path`` can be the reference: it needs the policy's
+    vocabulary and a context for the longest prompt and a completion of ``max_length`` tokens."""
+    ref_tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
+    # The reference scores the policy's token ids, which must mean the same tokens to both.
+    if ref_tokenizer.get_vocab() != tokenizer.get_vocab():
         raise ValueError(
             f"{REFERENCE}={path} has another vocabulary than the model that is trained"
         )
@@ -141,20 +163,32 @@ def load_policy(
     trust_remote_code: bool = False,
     base_precision: str = "bf16",
 ) -> Policy:
-    """Load a model with fp32 master weights: updates at a learning rate of 1e-6 round away in bf16.
+    """Load a model with fp32 master weights, and check that it fits its tokenizer.
 
     The folder of a LoRA adapter gives its model with the adapter in it, frozen weights in
     ``base_precision``.
 
-    ValueError if weights do not load, are incomplete or not finite, or if model, tokenizer and
-    settings do not fit.
+    Raises:
+        ValueError: if weights do not load, are missing or not finite, if no token ends a
+            completion, or if the embedding has fewer rows than the tokenizer has tokens.
     """
     base = base_of(path)
-    model = _load_weights(
-        base,
-        attn_implementation=attn_implementation,
-        trust_remote_code=trust_remote_code,
-    )
+    with as_value_error(f"{base} cannot be loaded"):
+        model, report = AutoModelForCausalLM.from_pretrained(
+            base,
+            # Updates at a learning rate of 1e-6 round away in bf16.
+            dtype=torch.float32,
+            attn_implementation=attn_implementation,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+        )
+    # transformers gives missing weights random values, with no more than a warning.
+    if report["missing_keys"]:
+        missing = min(report["missing_keys"])
+        raise ValueError(
+            f"{base}: the files lack weights that config.json asks for: {missing} is missing"
+        )
+
     if torch.device(device).type == "cuda":
         # PyTorch prefers cuDNN's attention on Hopper since 2.11. It makes a new plan for every
         # shape, and shapes hardly repeat here; with a mask its gradients can be NaN
@@ -165,20 +199,26 @@ def load_policy(
         enable = getattr(
             model, "activation_checkpointing_enable", model.gradient_checkpointing_enable
         )
+        # Reentrant checkpointing would need inputs that require a gradient. With LoRA the
+        # embeddings, which are frozen, give none.
         enable({"use_reentrant": False})
+
     eos_ids = end_tokens(model, tokenizer)
     if not eos_ids:
         raise ValueError(
             f"{path}: neither tokenizer nor config names an EOS token, so no completion can end"
         )
+    # More rows than tokens are usual: they round the size of the matrix up.
     vocabulary = len(model.get_input_embeddings().weight)
     if len(tokenizer) > vocabulary:
         raise ValueError(
-            f"{path}: the tokenizer has {len(tokenizer)} tokens, the embedding only {vocabulary} rows"
+            f"{path}: the tokenizer has {len(tokenizer)} tokens, "
+            f"the embedding only {vocabulary} rows"
         )
     pad_id = tokenizer.pad_token_id
     if pad_id is None:
         pad_id = eos_ids[0]
+
     policy = Policy(model.to(device), tokenizer, eos_ids, pad_id, device, precision)
     check_finite(model, base)
     if base != path:
@@ -189,46 +229,34 @@ def load_policy(
     return policy
 
 
-def _load_weights(path: str, **options: Any) -> PreTrainedModel:
-    """The model in fp32; ValueError also if weights are missing, which transformers would draw at
-    random."""
-    with reading(f"{path} cannot be loaded"):
-        model, report = AutoModelForCausalLM.from_pretrained(
-            path,
-            dtype=torch.float32,
-            output_loading_info=True,
-            **options,
-        )
-    if report["missing_keys"]:
-        missing = min(report["missing_keys"])
-        raise ValueError(
-            f"{path}: the files lack weights that config.json asks for: {missing} is missing"
-        )
-    return model
-
-
 def check_base(adapter: str, base: str) -> None:
-    """ValueError if the weights of an adapter's model are not those that a run of this project
-    trained it with."""
+    """Raise a ValueError if the weights of an adapter's model are not those that the adapter was
+    trained with."""
     state_file = Path(adapter, "trainer", "state.json")
+    # Only a checkpoint of this trainer records them.
     if not state_file.exists():
         return
     state = json.loads(state_file.read_text(encoding="utf-8"))
     name = state["config"]["model"]["name_or_path"]
     digests = model_digests(name, base, with_weights=True)
-    for file, digest_then in state["content"].items():
-        is_weights = file.endswith((*WEIGHTS, name))
-        if is_weights and digests.get(file, digest_then) != digest_then:
+    for file, recorded in state["content"].items():
+        # The record has the tokenizer's files and the user's functions, too. A model of the Hub is
+        # one entry: its name, with its commit.
+        is_weights = file.endswith((*WEIGHT_SUFFIXES, name))
+        # A file that is gone is not compared: the weights may lie in other files now.
+        if is_weights and digests.get(file, recorded) != recorded:
             raise ValueError(
-                f"{file} has changed since the adapter {adapter} was trained on it: put the old file back, "
+                f"{file} has changed since the adapter {adapter} was trained on it: "
+                "put the old file back, "
                 f"or delete {adapter}/trainer to use the adapter with the new one"
             )
 
 
 def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Every EOS id that tokenizer, config or generation config name; nothing else is read from the
-    last."""
+    """Every EOS id that the tokenizer, the config or the generation config names, sorted."""
     ids = set()
+    # Nothing else is read from the generation config: its temperature or penalties would change
+    # what is sampled without a word.
     for source in (tokenizer, model.config, model.generation_config):
         value = getattr(source, "eos_token_id", None)
         if isinstance(value, int):
@@ -239,18 +267,22 @@ def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tu
 
 
 def save_weights(model: Any, weights: dict[str, torch.Tensor], folder: Path) -> None:
-    """Write a model, or the adapter in peft's model, with the given weights and without a
-    tokenizer."""
+    """Write ``weights`` into a folder as ``save_pretrained`` does, with the model's configuration
+    and without a tokenizer.
+
+    Of peft's model, the adapter that is trained is written.
+    """
     if not isinstance(model, PreTrainedModel):
         model.save_pretrained(
             folder,
             state_dict=weights,
-            selected_adapters=[TRAINED],
+            selected_adapters=[TRAINED_ADAPTER],
+            # By default peft asks the Hub whether the vocabulary has grown.
             save_embedding_layers=False,
         )
         return
-    # transformers refuses to save some models' own generation config (a temperature without
-    # do_sample), which no run uses: it is written beside the model without that check.
+    # transformers refuses to save the generation config of some models (a temperature without
+    # do_sample). No run uses it, so it is written beside the model without that check.
     original = model.generation_config
     model.generation_config = GenerationConfig()
     try:
@@ -266,18 +298,20 @@ def write_merged(
     *,
     trust_remote_code: bool = False,
 ) -> None:
-    """Write the whole model of an adapter folder, its weights added up in fp32 by peft, and its
-    tokenizer.
+    """Merge an adapter into its model in fp32, and write the model and its tokenizer to ``output``.
 
-    The model's own weights are read from its files: those that a run has in memory may be rounded
-    to bf16. ``output`` appears when it is complete and on disk. ValueError if it exists, if adapter
-    or model cannot be loaded or do not fit, or if the model has changed.
+    ``output`` appears when it is complete and on disk.
+
+    Raises:
+        ValueError: if ``output`` exists, if adapter or model cannot be loaded or do not fit, or if
+            the model has changed since the adapter was trained.
     """
     adapter = str(adapter)
     output = Path(output)
     if output.exists():
         raise ValueError(f"{output} exists: delete it, or choose another folder with --output")
     tokenizer = load_tokenizer(adapter, trust_remote_code=trust_remote_code)
+    # The files of the model hold its weights in full; a run may have rounded its copy to bf16.
     policy = load_policy(
         adapter,
         tokenizer,
@@ -286,6 +320,7 @@ def write_merged(
         trust_remote_code=trust_remote_code,
     )
     model = policy.adapter.merge_and_unload()
+    # A merge that is killed leaves a folder of this name, which the next one deletes.
     partial = output.with_name(f".partial-{output.name}")
     shutil.rmtree(partial, ignore_errors=True)
     save_weights(model, model.state_dict(), partial)
@@ -294,31 +329,34 @@ def write_merged(
 
 
 def digest(path: str | Path) -> str:
-    """SHA-256 of a file's size and content; above 64 MiB of blocks of 1 MiB, which takes little
-    time."""
+    """SHA-256 of a file's size and content; of a file above 64 MiB, of 64 blocks of 1 MiB.
+
+    Every start compares the weights, and reading large ones as a whole would take minutes.
+    """
     size = os.path.getsize(path)
-    found = hashlib.sha256(str(size).encode())
+    sha = hashlib.sha256(str(size).encode())
     with open(path, "rb") as file:
-        if size <= BLOCK * BLOCKS:
-            found.update(file.read())
-            return found.hexdigest()
-        for number in range(BLOCKS):
-            file.seek((size - BLOCK) * number // (BLOCKS - 1))
-            found.update(file.read(BLOCK))
-    return found.hexdigest()
+        if size <= BLOCK_BYTES * NUM_BLOCKS:
+            sha.update(file.read())
+        else:
+            # Evenly spread, from the first block of the file to the last.
+            for number in range(NUM_BLOCKS):
+                file.seek((size - BLOCK_BYTES) * number // (NUM_BLOCKS - 1))
+                sha.update(file.read(BLOCK_BYTES))
+    return sha.hexdigest()
 
 
 def model_digests(name: str, path: str, *, with_weights: bool) -> dict[str, str]:
-    """``name/<file>`` -> digest for each file of a folder; for a model of the Hub ``name`` -> its
-    cached commit."""
+    """``name/<file>`` -> digest of each file of a model's folder; for a model of the Hub ``name``
+    -> its cached commit."""
     digests = {}
     if os.path.isdir(path):
         for file in sorted(Path(path).iterdir()):
-            is_weights = file.suffix in WEIGHTS
-            if file.suffix in MODEL_FILES and (with_weights or not is_weights):
+            is_weights = file.suffix in WEIGHT_SUFFIXES
+            if file.suffix in MODEL_SUFFIXES and (with_weights or not is_weights):
                 digests[f"{name}/{file.name}"] = digest(file)
     else:
-        # The file of the newest commit of the main branch.
+        # The cached file of the newest commit lies in a folder with the name of that commit.
         cached = huggingface_hub.try_to_load_from_cache(path, "config.json")
         if isinstance(cached, str):
             digests[name] = Path(cached).parent.name

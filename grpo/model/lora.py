@@ -1,9 +1,8 @@
-"""LoRA: peft makes, loads, switches and writes adapters. Here is what peft lacks: the plain weight
-of an adapted layer.
+"""LoRA adapters: peft makes, loads, switches and writes them.
 
 peft puts its layers into the model in place, and ``policy.adapter`` is peft's own object around
 that model. An adapted linear layer computes ``base(x) + scale * B(A(x))``; ``A`` is ``[rank, in]``
-and ``B`` is ``[out, rank]``.
+and ``B`` is ``[out, rank]``. Sampling, and the reference of the KL, rely on just that.
 """
 
 from __future__ import annotations
@@ -20,20 +19,25 @@ from transformers.pytorch_utils import Conv1D
 
 from grpo.algorithm.logprobs import CompletionScorer
 from grpo.distributed import reshard
-from grpo.model.policy import Policy, check_finite, reading
+from grpo.model.policy import Policy, as_value_error, check_finite
 from grpo.system import import_extra
 
-TRAINED = "default"
+TRAINED_ADAPTER = "default"
 REFERENCE_ADAPTER = "reference"
-"""Names of adapters inside of peft's layers: the one that is trained, and a frozen one that the KL
-is measured from."""
-PLAIN = {
-    "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode", "r",
-    "lora_alpha", "lora_dropout", "use_rslora", "rank_pattern", "alpha_pattern", "fan_in_fan_out", "target_modules",
-    "exclude_modules", "layers_to_transform", "layers_pattern",
+"""Names of the adapters inside of peft's layers: the one that is trained, and a frozen one, the
+reference of the KL."""
+PLAIN_LORA_FIELDS = {
+    # its kind and its model
+    "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
+    "inference_mode",
+    # the product B @ A and its scale
+    "r", "lora_alpha", "lora_dropout", "use_rslora", "rank_pattern", "alpha_pattern",
+    "fan_in_fan_out",
+    # the layers that it adapts
+    "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern",
 }  # fmt: skip
-"""Fields of peft's ``LoraConfig`` with any value of which a layer computes ``W + scale * B @ A``,
-and nothing more."""
+"""Fields of peft's ``LoraConfig`` that may have any value: a layer still computes ``W + scale * B @
+A`` and nothing more."""
 
 
 def is_adapter(path: str | Path) -> bool:
@@ -47,14 +51,15 @@ def load_peft() -> ModuleType:
 
 
 def read_adapter_config(folder: str | Path) -> Any:
-    """peft's configuration of an adapter folder."""
+    """peft's configuration of an adapter folder; ValueError if it cannot be read."""
     peft = load_peft()
-    with reading(f"{folder} cannot be loaded"):
+    with as_value_error(f"{folder} cannot be loaded"):
         return peft.PeftConfig.from_pretrained(str(folder))
 
 
 def base_of(path: str) -> str:
-    """The model that an adapter folder names as its own; any other path as it is."""
+    """The model that an adapter was trained on, if ``path`` is the folder of an adapter; else
+    ``path``."""
     if not is_adapter(path):
         return path
     return read_adapter_config(path).base_model_name_or_path
@@ -69,24 +74,30 @@ def add_adapter(
 ) -> None:
     """Put a new adapter into the policy's model as ``policy.adapter``, and freeze everything else.
 
-    ``settings`` are of peft's ``LoraConfig``, ``base`` is the model for ``adapter_config.json``. No
-    global random number is drawn. ValueError if ``target_modules`` names layers that are missing or
-    not linear.
+    Args:
+        settings: arguments of peft's ``LoraConfig``.
+        base: the model's folder or Hub id, for ``adapter_config.json``.
+        seed: of the adapter's start values. No global random number is drawn.
+
+    Raises:
+        ValueError: if ``target_modules`` names layers that are missing or not linear.
     """
     targets = settings["target_modules"]
     has_experts = any(p.dim() == 3 for p in policy.model.parameters())
     if targets == "all-linear" and has_experts:
-        # peft would adapt the experts and routers of a mixture too.
+        # For all-linear peft would adapt the experts and routers of a mixture, too.
         targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
     config = load_peft().LoraConfig(task_type="CAUSAL_LM", **settings)
     config.target_modules = targets
     _inject(policy, config, base, seed)
 
-    # peft notices a wrong name only if all are wrong.
+    # peft notices a wrong name only if all are wrong. A string is a regular expression, or a word
+    # such as all-linear.
     if isinstance(targets, list):
         adapted = policy.adapter.base_model.targeted_module_names
         for target in targets:
-            if not any(f".{name}".endswith(f".{target}") for name in adapted):
+            suffix = f".{target}"
+            if not any(f".{name}".endswith(suffix) for name in adapted):
                 raise ValueError(f"lora.target_modules={targets}: no layer has the name {target}")
 
 
@@ -97,61 +108,73 @@ def read_adapter(
     base: str,
     dropout: float = 0.0,
 ) -> None:
-    """Load the adapter of a folder into the policy's model as ``policy.adapter``, with another
-    dropout.
+    """Load the adapter of a folder into the policy's model as ``policy.adapter``.
 
-    ValueError unless its layers compute ``W + scale * B @ A`` with the model's own ``W``, as the
-    sampler and the reference of the KL do. DoRA and trained biases do more, PiSSA and OLoRA have
-    another ``W``.
+    Args:
+        base: the model's folder or Hub id, for ``adapter_config.json``.
+        dropout: probability of dropout in place of the adapter's own.
+
+    Raises:
+        ValueError: unless its layers compute ``W + scale * B @ A`` with the model's own ``W``, as
+            the sampler and the reference of the KL do. DoRA and trained biases do more, PiSSA and
+            OLoRA have another ``W``.
     """
     config = read_adapter_config(folder)
-    plain = load_peft().LoraConfig()
+    defaults = load_peft().LoraConfig()
     for name, value in vars(config).items():
-        is_default = not value or value == getattr(plain, name, None)
-        if not is_default and name not in PLAIN and value != "gaussian":
+        is_default = not value or value == getattr(defaults, name, None)
+        # "gaussian" is a value of init_lora_weights: it draws other start values, no other W.
+        if not is_default and name not in PLAIN_LORA_FIELDS and value != "gaussian":
             raise ValueError(
                 f"{folder} is not plain LoRA ({name}): merge it into its model with peft"
             )
     config.lora_dropout = dropout
+    # A folder that peft has written says that it is for inference; then peft would freeze it.
     config.inference_mode = False
     _inject(policy, config, base, seed=0)
     read_values(policy, folder)
 
 
 def read_values(policy: Policy, folder: str | Path) -> None:
-    """Give the trained adapter the values of a folder; ValueError if they do not fit."""
-    with reading(f"{folder} cannot be loaded"):
+    """Give the trained adapter the values of a folder; ValueError if they do not fit the model or
+    are not finite."""
+    with as_value_error(f"{folder} cannot be loaded"):
         report = policy.adapter.load_adapter(
             str(folder),
-            TRAINED,
+            TRAINED_ADAPTER,
             is_trainable=True,
             torch_device=str(policy.device),
         )
-    if wrong := report.missing_keys + report.unexpected_keys:
-        raise ValueError(f"{folder} does not fit the model: {wrong[0]} is on one side only")
+    # peft only warns of keys that are missing or unexpected.
+    mismatches = report.missing_keys + report.unexpected_keys
+    if mismatches:
+        raise ValueError(f"{folder} does not fit the model: {mismatches[0]} is on one side only")
     check_finite(policy.model, folder)
 
 
 def _inject(policy: Policy, config: Any, base: str, seed: int) -> None:
-    """Let peft put its layers in; ValueError if it adapts anything but linear layers before the
-    head."""
+    """Let peft put its layers into the model; ValueError if it adapts anything but linear layers
+    before the head."""
     peft = load_peft()
     model = policy.model
-    # peft asks for them anew, and both are needless for checkpointing as done here.
+    # Gradient checkpointing has registered hooks that make embeddings require a gradient, which it
+    # does not need if it is non-reentrant. peft registers them again, after which transformers
+    # could not remove the older ones.
     model.disable_input_require_grads()
-    # transformers has deprecated what peft calls.
-    quiet = warnings.catch_warnings(action="ignore", category=FutureWarning)
     with (
+        # The adapter's start values do not depend on what was drawn before, nor change what is
+        # drawn after it.
         torch.random.fork_rng(devices=[]),
-        quiet,
-        reading(f"lora.target_modules={config.target_modules}"),
+        # transformers has deprecated what peft calls.
+        warnings.catch_warnings(action="ignore", category=FutureWarning),
+        as_value_error(f"lora.target_modules={config.target_modules}"),
     ):
         torch.default_generator.manual_seed(seed)
         policy.adapter = peft.get_peft_model(model, config)
     model.disable_input_require_grads()
     config.base_model_name_or_path = base
     if isinstance(config.target_modules, set):
-        # The order of a set differs from process to process.
+        # The order of a set differs from process to process, and so would the files.
         config.target_modules = sorted(config.target_modules)
 
     for name, layer in model.named_modules():
@@ -161,6 +184,8 @@ def _inject(policy: Policy, config: Any, base: str, seed: int) -> None:
         # cast it back.
         layer.cast_input_dtype_enabled = False
         is_linear = isinstance(layer.get_base_layer(), nn.Linear | Conv1D)
+        # Log-probs are computed in chunks from the head's plain weight, which leaves no place for
+        # an adapter.
         if layer is model.get_output_embeddings() or not is_linear:
             raise ValueError(
                 f"lora.target_modules would adapt {name}: name linear layers before the head, "
@@ -168,23 +193,28 @@ def _inject(policy: Policy, config: Any, base: str, seed: int) -> None:
             )
 
 
-def adapter_parameters(model: nn.Module, name: str = TRAINED) -> dict[str, nn.Parameter]:
-    """The matrices of one adapter by their names in the model."""
-    ends = (f".lora_A.{name}.weight", f".lora_B.{name}.weight")
-    return {n: p for n, p in model.named_parameters() if n.endswith(ends)}
+def adapter_parameters(model: nn.Module, name: str = TRAINED_ADAPTER) -> dict[str, nn.Parameter]:
+    """The matrices of one adapter by their names in the model; ``name`` is the adapter's."""
+    suffixes = (f".lora_A.{name}.weight", f".lora_B.{name}.weight")
+    matrices = {}
+    for full_name, parameter in model.named_parameters():
+        if full_name.endswith(suffixes):
+            matrices[full_name] = parameter
+    return matrices
 
 
 def add_reference_adapter(policy: Policy) -> None:
-    """Add a frozen copy of the adapter, for :class:`AdapterReference`."""
+    """Add a frozen copy of the trained adapter, for :class:`AdapterReference`."""
+    # peft draws start values, which are overwritten below.
     with torch.random.fork_rng(devices=[]):
-        policy.adapter.add_adapter(REFERENCE_ADAPTER, policy.adapter.peft_config[TRAINED])
-    policy.adapter.set_adapter(TRAINED)
+        policy.adapter.add_adapter(REFERENCE_ADAPTER, policy.adapter.peft_config[TRAINED_ADAPTER])
+    policy.adapter.set_adapter(TRAINED_ADAPTER)
     copy_to_reference_adapter(policy.model)
 
 
 @torch.no_grad()
 def copy_to_reference_adapter(model: nn.Module) -> None:
-    """Give the frozen adapter the values of the trained one."""
+    """Give the frozen adapter the values of the trained one, in place."""
     trained = adapter_parameters(model).values()
     frozen = adapter_parameters(model, REFERENCE_ADAPTER).values()
     for old, new in zip(frozen, trained, strict=True):
@@ -192,15 +222,15 @@ def copy_to_reference_adapter(model: nn.Module) -> None:
 
 
 class AdapterReference:
-    """Log-probs under the reference: the policy's own model with its adapter switched off, or with
-    a frozen adapter.
+    """The reference of the KL without a second model in memory: the policy's model with its adapter
+    switched off, or with a frozen adapter.
 
-    It is called as a :class:`grpo.algorithm.logprobs.CompletionScorer`, between updates and without
-    gradient.
+    It is called like a :class:`grpo.algorithm.logprobs.CompletionScorer`, between updates, and
+    computes no gradients.
     """
 
     def __init__(self, policy: Policy, scorer: CompletionScorer):
-        """``scorer``: the policy's, which FSDP may have sharded."""
+        """``scorer`` is the policy's own, which FSDP may have sharded."""
         self.policy = policy
         self.scorer = scorer
         self.model = policy.model
@@ -213,7 +243,8 @@ class AdapterReference:
     def __call__(self, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         adapter = self.policy.adapter
         was_training = self.model.training
-        self.model.eval()  # a frozen adapter has no dropout
+        # In train mode the adapter's dropout would make the reference random.
+        self.model.eval()
         try:
             if REFERENCE_ADAPTER in adapter.peft_config:
                 adapter.set_adapter(REFERENCE_ADAPTER, inference_mode=True)
@@ -221,18 +252,20 @@ class AdapterReference:
                 adapter.base_model.disable_adapter_layers()
             return self.scorer(*inputs)
         finally:
-            # Before peft says again which parameters are trained: it must say it of the shares, not
-            # of the whole weights.
+            # set_adapter() marks parameters as trained. Under FSDP these must be the shards, which
+            # the optimizer holds, not the gathered weights of the forward pass.
             reshard(self.scorer)
             adapter.base_model.enable_adapter_layers()
-            adapter.set_adapter(TRAINED)
-            for parameter in self.policy.unreached.values():  # peft trains all of an adapter
+            adapter.set_adapter(TRAINED_ADAPTER)
+            # It marks the whole adapter, also in a vision tower, for whose gradients DDP would wait
+            # forever.
+            for parameter in self.policy.unreached.values():
                 parameter.requires_grad_(False)
             self.model.train(was_training)
 
 
 def adapted_base(layer: nn.Module) -> nn.Linear | None:
-    """The frozen ``nn.Linear`` inside of a layer that has an adapter; None for every other
+    """The frozen ``nn.Linear`` inside of a layer that peft has adapted; None for any other
     module."""
     base = getattr(layer, "base_layer", None)
     if isinstance(base, nn.Linear) and hasattr(layer, "lora_A"):
@@ -242,12 +275,14 @@ def adapted_base(layer: nn.Module) -> nn.Linear | None:
 
 @torch.no_grad()
 def effective_weight(layer: nn.Module) -> torch.Tensor:
-    """``[out, in]`` the weight of a linear layer; with an adapter ``W + scale * B @ A``, added up
-    in fp32."""
+    """The weight ``[out, in]`` of a linear layer, with its adapter ``W + scale * B @ A``; the sum
+    is in fp32."""
     base = adapted_base(layer)
     if base is None:
         return layer.weight.detach()
-    a = layer.lora_A[TRAINED].weight
-    b = layer.lora_B[TRAINED].weight
+    a = layer.lora_A[TRAINED_ADAPTER].weight
+    b = layer.lora_B[TRAINED_ADAPTER].weight
+    # Autocast would multiply in bf16 and round the adapter's small change away.
     with torch.autocast(a.device.type, enabled=False):
-        return torch.addmm(base.weight.to(a.dtype), b, a, alpha=layer.scaling[TRAINED])
+        weight = base.weight.to(a.dtype)
+        return torch.addmm(weight, b, a, alpha=layer.scaling[TRAINED_ADAPTER])

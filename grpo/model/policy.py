@@ -1,5 +1,5 @@
-"""The model that is trained: its precision, head and dropout; and the frozen reference of the KL
-term."""
+"""The policy: the model that is trained, with its precision, context and dropout; and the frozen
+reference model of the KL term."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from grpo.attention.precision import ieee_fp32
 from grpo.system import UserError, first_line
 
-LAYER = re.compile(r"^.*?\.\d+\.")
-"""The beginning of a parameter's name up to the number of its layer: ``model.layers.0.``"""
+LAYER_PREFIX = re.compile(r"^.*?\.\d+\.")
+"""Matches a parameter's name up to the number of its layer: ``model.layers.0.``"""
 
 
 @dataclass
@@ -33,20 +33,21 @@ class Policy:
     parameters in place."""
     tokenizer: PreTrainedTokenizerBase
     eos_ids: tuple[int, ...]
-    """Every token that ends a completion: all that tokenizer, config and generation config name."""
+    """Every token that ends a completion; see :func:`grpo.model.end_tokens`."""
     pad_id: int
-    """Fills padding. Padding is never recognised by this value, which may be an EOS token."""
+    """Token id in padded positions. Masks come from lengths, never from this id, which may be an
+    EOS token."""
     device: torch.device
     precision: str
     """``bf16`` (autocast) or ``fp32``."""
     adapter: Any = None
-    """peft's model around ``model``, whose LoRA adapter is all that is trained; None: all weights
-    are trained."""
+    """peft's model around ``model``: its LoRA adapter is trained, and nothing else. Default: None,
+    all weights are trained."""
     unreached: dict[str, nn.Parameter] = field(default_factory=dict)
-    """Parameters that :func:`freeze_unreached` has frozen, by name; checkpoints hold them, too."""
+    """Parameters that :func:`freeze_unreached` has frozen, by name. Checkpoints hold them, too."""
     is_llama: bool = False
-    """True if the written-out decode step computes it right; :func:`grpo.rollout.check_model` finds
-    that out."""
+    """True if the decode step that is written out for Llama's architecture computes the same as the
+    model; :func:`grpo.rollout.check_model` sets it."""
 
     @property
     def trained(self) -> Any:
@@ -60,14 +61,15 @@ class Policy:
 
     @property
     def context_length(self) -> int | None:
-        """See :func:`context_limit`."""
+        """Most tokens of a sequence; see :func:`context_limit`."""
         return context_limit(self.model.config)
 
     def check_context_room(self, prompt_length: int, max_length: int) -> None:
-        """UserError if a prompt and a completion of ``max_length`` tokens exceed the context
-        together."""
+        """Raise a UserError if a prompt and a completion of ``max_length`` tokens together exceed
+        the context."""
         context = self.context_length
-        # The start of a run has refused a completion that does not fit alone.
+        # A completion that exceeds the context alone is refused at the start of a run, so that it
+        # is no fault of the prompt.
         if context is not None and max_length < context < prompt_length + max_length:
             raise UserError(
                 f"a prompt of {prompt_length} tokens and a completion of up to {max_length} "
@@ -75,10 +77,16 @@ class Policy:
             )
 
     def without_weights(self) -> Policy:
-        """A copy whose parameters are on the meta device: the same modules, ties, adapters and
-        buffers."""
-        # A hook that no pickle takes, and that checkpointing here does not need.
+        """A copy with the same modules, ties, adapters and buffers, but with its parameters on the
+        meta device.
+
+        Rank 0 sends it to the other ranks, which then take their shards of the weights.
+        """
+        # This hook cannot be pickled, and non-reentrant gradient checkpointing does not need it.
         self.model.disable_input_require_grads()
+
+        # deepcopy takes an object that it finds here, by id, in place of a copy. So no weight is
+        # copied, and modules that shared a parameter share one again.
         copies = {}
         for parameter in self.model.parameters():
             empty = torch.empty_like(parameter, device="meta")
@@ -86,13 +94,15 @@ class Policy:
         return copy.deepcopy(self, copies)
 
     def autocast(self) -> contextlib.AbstractContextManager:
+        """The context of every forward pass: bf16 autocast, or none in fp32."""
         if self.precision == "fp32":
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=torch.bfloat16)
 
     def score_one_token(self, scorer: nn.Module) -> torch.Tensor:
-        """A log-prob by this model's scorer. It depends on all parameters that the model uses for a
-        token."""
+        """Log-prob of one token by this model's scorer: a scalar with a graph to every parameter
+        that the model uses for text."""
+        # A prompt of one token and a completion of one. Which tokens they are does not matter.
         ids_BS = torch.full((1, 2), self.pad_id, device=self.device)
         prompt_lengths_B = torch.tensor([1], device=self.device)
         mask_BT = torch.tensor([[True]], device=self.device)
@@ -102,27 +112,30 @@ class Policy:
 
     @contextlib.contextmanager
     def comparison(self) -> Iterator[float]:
-        """:meth:`inference` for comparing two ways of the model to compute log-probs.
+        """:meth:`inference` in fp32 (in bf16 if attention has no fp32), to compare two ways of
+        computing the same log-probs.
 
-        Gives the bound for :func:`grpo.attention.precision.is_close`: a state may be computed at
-        once or step by step. In fp32, unless attention (flash attention) may have no fp32.
+        Yields the ``bound`` for :func:`grpo.attention.precision.is_close`.
         """
+        # The rounding of bf16 would hide mistakes, but flash attention may have no fp32.
         has_fp32 = self.model.config._attn_implementation in ("sdpa", "eager")
         in_bf16 = self.precision == "bf16" and not has_fp32
+        # Orders of summation differ, and a recurrent state may be computed at once or step by step.
+        bound = 1e-3
+        if in_bf16:
+            bound = 0.5
         autocast = torch.autocast(self.device.type, torch.bfloat16, enabled=in_bf16)
         with self.inference(), autocast, ieee_fp32():
-            yield 0.5 if in_bf16 else 1e-3
+            yield bound
 
     @contextlib.contextmanager
     def inference(self) -> Iterator[None]:
         """Eval mode, no gradients, autocast. The previous mode is restored, also after an
-        exception.
-
-        In train mode transformers ignores the KV cache under gradient checkpointing, and there may
-        be dropout.
-        """
+        exception."""
         was_training = self.model.training
         self.model.eval()
+        # In train mode transformers drops the KV cache under gradient checkpointing, which gives
+        # wrong tokens without an error; and dropout may be on.
         assert not any(module.training for module in self.model.modules())
         try:
             with torch.no_grad(), self.autocast():
@@ -132,96 +145,117 @@ class Policy:
 
 
 def context_limit(config: PreTrainedConfig) -> int | None:
-    """Most tokens of a sequence; None if the configuration names no limit. Of longrope the
-    *original* context.
+    """Most tokens of a sequence; None if the configuration names no limit.
 
-    Beyond it longrope has other frequencies, and transformers chooses by the longest row of a pass:
-    log-probs would depend on which rows share a pass.
+    For longrope it is the context of the *original* model. Beyond it longrope has other
+    frequencies, and transformers chooses them by the longest row of a forward pass: log-probs would
+    depend on the rows that share a pass.
     """
     text = config.get_text_config()
     limit = getattr(text, "max_position_embeddings", None)
-    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    rope = getattr(text, "rope_parameters", None)
+    if not rope:
+        # The name before transformers 5, which a model's own code may still use.
+        rope = getattr(text, "rope_scaling", None) or {}
     # Some models have one entry for each type of layer.
     for options in (rope, *rope.values()):
-        if isinstance(options, dict) and options.get("rope_type", options.get("type")) in (
-            "longrope",
-            "su",
-        ):
+        if not isinstance(options, dict):
+            continue
+        rope_type = options.get("rope_type", options.get("type"))
+        if rope_type in ("longrope", "su"):
             original = options.get("original_max_position_embeddings")
             limit = original or text.original_max_position_embeddings
     return limit
 
 
 @contextlib.contextmanager
-def reading(what: str) -> Iterator[None]:
-    """Errors of transformers and peft about a folder, of many types, as a ValueError that begins
-    with ``what``."""
+def as_value_error(prefix: str) -> Iterator[None]:
+    """Raise any error of the block as a ValueError of one line that begins with ``prefix``.
+
+    transformers and peft raise errors of many types for a folder that they cannot read.
+    """
     try:
         yield
     except Exception as error:
-        raise ValueError(f"{what}: {first_line(error)}") from error
+        raise ValueError(f"{prefix}: {first_line(error)}") from error
 
 
 def check_finite(model: nn.Module, path: str | Path) -> None:
-    """ValueError if a weight is NaN or infinite."""
+    """Raise a ValueError if a weight is NaN or infinite; ``path`` is named in its message."""
     for name, parameter in model.named_parameters():
         if parameter.numel() == 0:
             continue
-        # It takes a tenth of the time of isfinite() on CPU, and is NaN where a value is.
+        # One NaN makes both extremes NaN. On a CPU this takes a tenth of the time of isfinite() on
+        # all values.
         extremes = torch.stack(parameter.aminmax())
         if not extremes.isfinite().all():
             raise ValueError(f"{path}: {name} contains NaN or infinity; take another checkpoint")
 
 
-def num_parameters(model: nn.Module, *, trained: bool = False) -> int:
-    """Number of parameters, or of those that are trained; tied ones count once."""
-    counted = [p for p in model.parameters() if p.requires_grad or not trained]
-    return sum(p.numel() for p in counted)
+def num_parameters(
+    model: nn.Module,
+    *,
+    trained: bool = False,
+) -> int:
+    """Number of parameters, or of those that are trained. A tied parameter counts once."""
+    total = 0
+    for parameter in model.parameters():
+        if parameter.requires_grad or not trained:
+            total += parameter.numel()
+    return total
 
 
 def freeze_unreached(model: nn.Module, output: torch.Tensor) -> dict[str, nn.Parameter]:
-    """Freeze the parameters that ``output``, computed from text, does not depend on, and return
-    them by name.
+    """Freeze the parameters that ``output`` does not depend on, and return them by name.
 
-    In a model that reads images, text does not reach the vision tower. DDP would wait for its
-    gradient for ever. ValueError if nothing is left to train.
+    ``output`` is computed from text. In a model that reads images it does not depend on the vision
+    tower, for whose gradients DDP would wait forever.
+
+    Raises:
+        ValueError: if ``output`` depends on no trained parameter.
     """
     if not output.requires_grad:
         raise ValueError(
-            f"the output of {type(model).__name__} for text depends on no parameter that is trained: "
-            "lora.target_modules must name layers of its language model"
+            f"the output of {type(model).__name__} for text depends on no parameter "
+            "that is trained: lora.target_modules must name layers of its language model"
         )
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    gradients = torch.autograd.grad(output, list(trained.values()), allow_unused=True)
+    trained = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            trained[name] = parameter
+    parameters = list(trained.values())
+    gradients = torch.autograd.grad(output, parameters, allow_unused=True)
 
-    # Inside of a layer that text reaches, other tokens may use more: other experts, for example.
     reached_layers = set()
-    missed = []
+    without_gradient = []
     for name, gradient in zip(trained, gradients, strict=True):
         if gradient is None:
-            missed.append(name)
+            without_gradient.append(name)
         else:
-            reached_layers.update(LAYER.findall(name))
+            reached_layers.update(LAYER_PREFIX.findall(name))
+
     unreached = {}
-    for name in missed:
-        if reached_layers.isdisjoint(LAYER.findall(name)):
+    for name in without_gradient:
+        # In a layer that this token reaches, other tokens may use more parameters, such as those of
+        # other experts. They stay trained.
+        if reached_layers.isdisjoint(LAYER_PREFIX.findall(name)):
             unreached[name] = trained[name].requires_grad_(False)
     return unreached
 
 
 def make_reference(model: nn.Module) -> nn.Module:
-    """A frozen copy of a model, or of its scorer, in eval mode. Under the policy's autocast, the KL
-    at step 0 is 0."""
+    """A frozen copy of a model, or of its scorer, in eval mode. Until the model changes, the KL
+    between them is 0."""
     reference = copy.deepcopy(model)
     return reference.eval().requires_grad_(False)
 
 
 def store_frozen_in_bf16(policy: Policy) -> None:
-    """Store the frozen weights of linear layers in bf16: logits keep their bits, since autocast
-    casts at every use.
+    """Store the weights of frozen linear layers in bf16, which halves their memory.
 
-    A weight that two modules use (an embedding tied to the head) stays in fp32. If a short forward
-    pass gives other logits or fails, all weights stay in fp32.
+    Autocast casts these weights to bf16 at every use, so logits keep their bits. A short forward
+    pass proves it: if it gives other logits or fails, all weights stay in fp32. In a policy of
+    precision fp32 nothing changes.
     """
     if policy.precision != "bf16":
         return
@@ -232,6 +266,7 @@ def store_frozen_in_bf16(policy: Policy) -> None:
     layers = {}
     for name, module in model.named_modules():
         is_frozen = type(module) is nn.Linear and not module.weight.requires_grad
+        # A head that is tied to the embedding stays in fp32: autocast does not cast embeddings.
         if is_frozen and num_users[module.weight] == 1:
             layers[name] = module
 
@@ -240,19 +275,23 @@ def store_frozen_in_bf16(policy: Policy) -> None:
     with policy.inference():
         expected = model(input_ids=ids_1S, use_cache=False).logits
         for name, layer in layers.items():
-            model.set_submodule(name, half_linear(layer))
+            # A copy, since the layer in fp32 may have to come back.
+            half = copy.deepcopy(layer).bfloat16()
+            half.__class__ = HalfLinear
+            model.set_submodule(name, half)
         # Some models' own code reads a weight, or multiplies by fp32 tensors without autocast.
         with contextlib.suppress(Exception):
-            found = model(input_ids=ids_1S, use_cache=False).logits
-            if torch.equal(found, expected):
+            logits = model(input_ids=ids_1S, use_cache=False).logits
+            if torch.equal(logits, expected):
                 return
     for name, layer in layers.items():
         model.set_submodule(name, layer)
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The model's list of modules with the most parameters, which its hidden states pass through;
-    or ValueError."""
+    """The decoder layers of a model, in order; ValueError if it has no list of modules."""
+    # Architectures give this list different names, but it holds the most parameters: lists inside
+    # of a layer (experts), and that of a vision tower, hold fewer.
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     if not lists:
         raise ValueError(
@@ -262,36 +301,36 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
 
 
 @torch.no_grad()
-def sync_reference(reference: nn.Module, model: nn.Module, alpha: float) -> None:
+def sync_reference(
+    reference: nn.Module,
+    model: nn.Module,
+    alpha: float,
+) -> None:
     """``ref = alpha * policy + (1 - alpha) * ref``, in place."""
     for old, new in zip(reference.parameters(), model.parameters(), strict=True):
         old.lerp_(new, alpha)
 
 
 class HalfLinear(nn.Linear):
-    """A frozen linear layer in bf16. Without autocast it computes in the dtype of its input, for
-    checks in fp32."""
+    """A frozen linear layer in bf16. Outside autocast it computes in the dtype of its input."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if torch.is_autocast_enabled(x.device.type):
             return super().forward(x)
-        bias = None if self.bias is None else self.bias.to(x.dtype)
-        return F.linear(x, self.weight.to(x.dtype), bias)
-
-
-def half_linear(layer: nn.Linear) -> HalfLinear:
-    """A copy in bf16 of a frozen layer."""
-    half = copy.deepcopy(layer).bfloat16()
-    half.__class__ = HalfLinear
-    return half
+        # The checks at the start of a run compute in fp32, where nn.Linear refuses other weights.
+        bias = self.bias
+        if bias is not None:
+            bias = bias.to(x.dtype)
+        weight = self.weight.to(x.dtype)
+        return F.linear(x, weight, bias)
 
 
 def turn_dropout_off(model: nn.Module) -> None:
-    """Set every number named after randomness to 0, in modules and in configurations, which some
-    models read.
+    """Set every probability of dropout, and every amount of noise, to 0.
 
-    :func:`grpo.rollout.check_model` checks that nothing stays random, and that nothing else has
-    changed.
+    They are found by their names, in modules and in the configurations that some models read in
+    their forward pass. :func:`grpo.rollout.check_model` then checks that training mode computes
+    what eval mode computes.
     """
     holders = []
     for module in model.modules():
@@ -300,17 +339,26 @@ def turn_dropout_off(model: nn.Module) -> None:
             holders.append(module.config)
     for holder in holders:
         for name, value in list(vars(holder).items()):
-            is_random = any(part in name for part in ("drop", "jitter", "noise"))
+            is_random = any(word in name for word in ("drop", "jitter", "noise"))
+            # Flags and modules of such names stay as they are.
             if is_random and isinstance(value, float):
                 setattr(holder, name, 0.0)
+        # PyTorch's own modules call it p.
         if isinstance(holder, nn.modules.dropout._DropoutNd):
             holder.p = 0.0
 
 
-def in_training_mode(policy: Policy, compute: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
-    """Results in training mode under two seeds. The mode, and the state of global generators, stay
-    as they were."""
-    devices = [policy.device] if policy.device.type == "cuda" else []
+def in_training_mode(
+    policy: Policy,
+    compute: Callable[[], torch.Tensor],
+) -> list[torch.Tensor]:
+    """Results of ``compute`` in training mode under two seeds, which differ if it is random.
+
+    The model's mode and the global random generators are restored.
+    """
+    devices = []
+    if policy.device.type == "cuda":
+        devices.append(policy.device)
     was_training = policy.model.training
     policy.model.train()
     results = []
