@@ -27,37 +27,49 @@ def build_engine(
     probe_ids: Sequence[int],
     folder: str | Path,
 ) -> Engine:
-    """Start vLLM, or connect to its servers, for a run, an evaluation or a chat.
+    """Start a vLLM server, or connect to those of ``rollout.server``.
 
     All ranks call it together.
 
     Args:
         policy: under FSDP its model is sharded.
-        path: folder or Hub id of the model; of an adapter's folder, servers start with its model.
-        root: the module that holds the policy's model, under FSDP the sharded one.
-        longest: the most tokens of a prompt and its completion; 0: not known.
-        probe_ids: a prompt, for the proof that a server has the policy's weights.
-        folder: gets the logs of servers.
+        path: folder or Hub id of the model. For the folder of an adapter, the server starts with
+            the adapter's model.
+        root: the module that holds the policy's model, under FSDP the root of the sharded modules.
+        longest: the most tokens of a prompt and its completion; 0 if it is not known.
+        probe_ids: token ids of a prompt, for the proof that a server has the policy's weights.
+        folder: gets the log of a server that is started.
 
     Raises:
-        ValueError: on all ranks, if a server cannot be started, or is not fit for this run.
+        ValueError: on all ranks, if a server cannot be started or reached, or cannot sample for
+            this policy.
     """
     import_extra("httpx", "vllm", "rollout.engine=vllm")
+    # After the check above, since these modules import httpx.
     from grpo.vllm.client import Server
     from grpo.vllm.engine import VLLMEngine
     from grpo.vllm.server import start_server
 
     settings = config.rollout
     started = None
+    # If anything fails from here on, the server that was started ends.
     with contextlib.ExitStack() as on_failure:
+        # If the start fails, the other ranks must not wait for the address.
         with world.fail_together():
             if world.is_main and settings.addresses is None:
                 started = start_server(
                     config, world, policy, path, longest, Path(folder), on_failure
                 )
-        addresses = world.from_main(settings.addresses or [started and started.address])
-        servers = [Server(address, config.runtime.timeout_s / 3) for address in addresses]
-        if started:  # by the main rank
+        addresses = settings.addresses
+        if started:
+            addresses = [started.address]
+        # The main rank alone knows the address of a server that it has started.
+        addresses = world.from_main(addresses)
+        # The other ranks wait in a collective, which fails after timeout_s. An error that names the
+        # server has to come before.
+        timeout_s = config.runtime.timeout_s / 3
+        servers = [Server(address, timeout_s) for address in addresses]
+        if started:
             servers[0].explain = started.explain
         engine = VLLMEngine(
             policy,
@@ -67,5 +79,6 @@ def build_engine(
             root=root,
             probe_ids=probe_ids,
         )
+        # Nothing has failed: from here on the engine ends the server.
         engine.on_close = on_failure.pop_all().close
         return engine

@@ -1,7 +1,8 @@
-"""The vLLM engine: each rollout gives the policy's weights to vLLM servers and samples from them
-over HTTP.
+"""The vLLM engine: gives the policy's weights to vLLM servers before each rollout, and samples from
+the servers over HTTP.
 
-One request per completion, with the seed of that completion, token ids in and token ids out.
+Each completion is a request (each turn of it, with tools) with a seed of its own. Prompts and
+completions travel as token ids: text that is tokenized again may have other tokens.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -32,18 +32,20 @@ from grpo.vllm.client import Sampled, Server, ServerError, session
 from grpo.vllm.weights import Probe, WeightsFolder
 
 MAX_REQUESTS = 512
-"""Most requests in flight over all ranks and servers, each with a connection of its own."""
-FULL_MODEL = "grpo-whole-"
-ADAPTER = "grpo-adapter-"
-"""Beginnings of the versions of weights that replace a server's, and of adapters beside these."""
-LOWEST_TEMPERATURE = 0.01
-"""vLLM computes with this one in place of lower ones."""
+"""Most requests in flight over all ranks and servers. Each has its own connection."""
+FULL_MODEL_PREFIX = "grpo-whole-"
+ADAPTER_PREFIX = "grpo-adapter-"
+"""Versions of weights that replace the server's begin with the first, those of adapters beside the
+server's weights with the second."""
+MIN_TEMPERATURE = 0.01
+"""vLLM samples at this temperature in place of a lower one."""
 
 
 class VLLMEngine:
     """Samples completions of problems from vLLM servers
     (:class:`grpo.rollout.interface.Engine`)."""
 
+    # The weights are gathered and loaded by all ranks together.
     communicates = True
     rows_per_call = ROWS_PER_CALL
 
@@ -57,57 +59,70 @@ class VLLMEngine:
         root: nn.Module | None = None,
         probe_ids: Sequence[int] = (),
     ):
-        """All ranks build it together, with the same servers; arguments as of
-        :func:`grpo.vllm.build_engine`.
+        """Connect to the servers, which are the same on all ranks. All ranks call it together.
 
-        ServerError, on all ranks, if a server does not answer or cannot sample for this policy.
+        Args:
+            weights_folder: ``rollout.weights_folder``, which the servers can read.
+            root, probe_ids: see :func:`grpo.vllm.build_engine`.
+
+        Raises:
+            ServerError: on all ranks, if a server does not answer or cannot sample for this policy.
         """
         self.policy = policy
-        self.servers = list(servers)
+        self.servers = servers
         self.world = world
         self.on_close: Callable[[], None] = lambda: None
-        """Called by :meth:`close`: ends servers that were started for this engine."""
+        """:meth:`close` calls it, to end a server that was started for this engine."""
         self.probe = Probe(policy, root or policy.model, probe_ids)
         self.version: str | None = None
-        """A name for the weights that the servers have, used once; None outside of
+        """The name of the weights that the servers have, never used for others; None outside
         :meth:`weights`."""
-        self._adapter: Path | None = None
+        self._adapter_folder: Path | None = None
         """The files of the adapter that the servers have."""
         self.folder = WeightsFolder(weights_folder)
         self.loop = asyncio.new_event_loop()
-        # In a thread of its own: in a notebook this thread has a loop already.
+        # In its own thread, since the calling one runs another loop in a notebook.
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
         with world.fail_together():
             self.wait_for(self._for_all(self._check))
 
     @contextmanager
     def weights(self) -> Iterator[None]:
-        """Give the policy's weights to the servers, now, for all calls of :meth:`generate` inside
-        the block.
+        """Load the policy's weights into the servers, for all calls of :meth:`generate` inside the
+        block.
 
-        ServerError, on all ranks, if a server does not load them.
+        All ranks enter the block together. Inside another such block nothing is loaded.
+
+        Raises:
+            ServerError: on all ranks, if a server does not load them.
         """
         if self.version is not None:
             yield
             return
-        # Under FSDP the forward pass and the gathering are collectives.
-        with nullcontext() if is_sharded(self.probe.root) else self.world.fail_together():
+        # Under FSDP the forward pass and the gathering are collectives, which fail_together() may
+        # not hold.
+        together = self.world.fail_together
+        if is_sharded(self.probe.root):
+            together = nullcontext
+        with together():
             self.probe.update()
             unreached = self.policy.unreached.values()
             weights = full_trained_weights(self.policy.trained, unreached)
-        kind = ADAPTER if self.policy.adapter else FULL_MODEL
-        version = kind + uuid.uuid4().hex
+
+        prefix = ADAPTER_PREFIX if self.policy.adapter else FULL_MODEL_PREFIX
+        version = prefix + uuid.uuid4().hex
         with self.world.fail_together():
             if self.world.is_main:
-                files = self.folder.write(self.policy, weights, version)
-                self.wait_for(self._for_all(self._load, files, version))
-                done = files
+                folder = self.folder.write(self.policy, weights, version)
+                self.wait_for(self._for_all(self._load, folder, version))
+                unused = folder
                 if self.policy.adapter:
-                    # vLLM may read an adapter's files until the next one is loaded.
-                    done = self._adapter
-                    self._adapter = files
-                if done is not None:
-                    shutil.rmtree(done, ignore_errors=True)
+                    # vLLM may read the files of an adapter until the next one is loaded.
+                    unused = self._adapter_folder
+                    self._adapter_folder = folder
+                if unused is not None:
+                    shutil.rmtree(unused, ignore_errors=True)
+        # Each rank has drawn a version. That of the main rank counts, which has loaded the weights.
         self.version = self.world.from_main(version)
         try:
             yield
@@ -123,14 +138,16 @@ class VLLMEngine:
         on_tokens: Callable[[int], None] | None = None,
         replies: Replies | None = None,
     ) -> list[Group]:
-        """See :meth:`grpo.rollout.interface.Engine.generate`; ``on_tokens`` is called when a
-        completion has arrived.
+        """See :meth:`grpo.rollout.interface.Engine.generate`. ``on_tokens`` is called when a
+        completion, or a turn of it, has arrived.
 
-        ServerError if a server does not answer in time, or does not return what was asked for.
+        Raises:
+            ServerError: if a server does not answer in time, if its answer is no such completion,
+                or at a temperature between 0 and :data:`MIN_TEMPERATURE`.
         """
-        if 0 < sampling.temperature < LOWEST_TEMPERATURE:
+        if 0 < sampling.temperature < MIN_TEMPERATURE:
             raise ServerError(
-                f"vLLM samples at temperatures of {LOWEST_TEMPERATURE} or above, or greedily at 0"
+                f"vLLM samples at temperatures of {MIN_TEMPERATURE} or above, or greedily at 0"
             )
         stops = Stops(self.policy, sampling.stop)
         bodies = []
@@ -139,56 +156,67 @@ class VLLMEngine:
                 seed = derive_seed(*seed_key, problem.index, g)
                 bodies.append(_request(problem, seed, sampling, stops))
         with self.weights():
-            rows = self._sample_all(bodies, stops, on_tokens, replies)
-            completions = self.wait_for(rows)
+            completions = self.wait_for(self._sample_all(bodies, stops, on_tokens, replies))
+        # As from the built-in engine: there is nothing to correct where nothing is trained.
         if sampling.is_greedy:
             completions = [replace(c, sampling_logprobs=()) for c in completions]
         return grouped(problems, completions, stops)
 
     def dry_run(self, *_: Any) -> None:
-        """Do nothing: a server has its own memory, and bounds what it takes of it."""
+        """Do nothing: sampling takes the memory of the servers, which limit it themselves."""
 
     def close(self) -> None:
-        """Delete the weights, and end the servers if they were started for this engine."""
+        """Delete the files of weights, and end a server that was started for this engine."""
         self.loop.call_soon_threadsafe(self.loop.stop)
         shutil.rmtree(self.folder.path, ignore_errors=True)
         self.on_close()
 
-    def wait_for(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """Its result. An exception that a signal handler raises here cancels it, so that servers
-        stop computing.
+    def wait_for(self, coroutine: Coroutine) -> Any:
+        """Run a coroutine in the thread of the event loop, and return its result.
 
-        Replies are called in this thread meanwhile, as by the built-in engine: a tool may refuse
-        other threads.
+        Until then this thread makes the calls of ``replies``, as it does with the built-in engine:
+        a user's tool may refuse other threads.
         """
+        # A new queue, since a coroutine that was interrupted may have left calls in the last one.
         self.calls = SimpleQueue()
         future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+        # The future itself is the last entry.
         future.add_done_callback(self.calls.put)
         try:
             while (call := self.calls.get()) is not future:
-                call()
+                called, replies, row, turn = call
+                called.set_result(replies(row, turn))
             return future.result()
         finally:
+            # After an exception, such as of a signal handler, requests end, and servers stop
+            # computing.
             future.cancel()
 
     async def _for_all(self, call: Callable[..., Coroutine], *args: Any) -> None:
+        """``call(server, http, *args)`` for all servers at a time."""
         async with session() as http:
             await asyncio.gather(*[call(server, http, *args) for server in self.servers])
 
     async def _check(self, server: Server, http: httpx.AsyncClient) -> None:
-        """Give the server the name of its model. ServerError if its log-probs would be wrong."""
+        """Ask the server for its model's name, and raise a ServerError if its log-probs would be
+        wrong."""
         models = await server.call(http, "GET", "/v1/models")
         server.model = models.json()["data"][0]["id"]
         info = await server.call(http, "GET", "/server_info?config_format=json")
         settings = info.json()["vllm_config"]
+        # By default vLLM returns log-probs before temperature and filters, which are not those of
+        # the distribution that it samples from.
         if settings["model_config"]["logprobs_mode"] != "processed_logprobs":
             raise ServerError(
-                f"{server} returns other log-probs: start it with --logprobs-mode processed_logprobs"
+                f"{server} returns other log-probs: "
+                "start it with --logprobs-mode processed_logprobs"
             )
+        # An adapter is added to the weights of the server, which must be those of its files.
         weights = await server.call(http, "GET", "/weight_info")
-        if self.policy.adapter and weights.json()["weight_version"].startswith(FULL_MODEL):
+        if self.policy.adapter and weights.json()["weight_version"].startswith(FULL_MODEL_PREFIX):
             raise ServerError(
-                f"{server} has the weights of another run, which an adapter is not for: start it again"
+                f"{server} has the weights of another run, which an adapter is not for: "
+                "start it again"
             )
 
     async def _load(
@@ -198,6 +226,8 @@ class VLLMEngine:
         folder: Path,
         version: str,
     ) -> None:
+        """Load the weights of a folder into a server, and prove that it computes with them."""
+        # The version comes first: no completion of changed weights may bear the old one.
         await server.call(http, "POST", "/update_weight_version", {"new_version": version})
         if self.policy.adapter is None:
             model = server.model
@@ -207,13 +237,15 @@ class VLLMEngine:
             model = version
             body = {"lora_name": model, "lora_path": str(folder)}
             await server.call(http, "POST", "/v1/load_lora_adapter", body)
-            if self._adapter is not None:
-                body = {"lora_name": self._adapter.name}
+            # Otherwise the server's list of adapters would grow with every rollout.
+            if self._adapter_folder is not None:
+                body = {"lora_name": self._adapter_folder.name}
                 await server.call(http, "POST", "/v1/unload_lora_adapter", body)
 
         ids = self.probe.ids
-        found = await server.prompt_logprobs(http, ids, model=model, version=version)
-        if problem := self.probe.compare(server, found):
+        logprobs = await server.prompt_logprobs(http, ids, model=model, version=version)
+        problem = self.probe.compare(server, logprobs)
+        if problem is not None:
             raise ServerError(
                 f"{server} does not compute with the policy's weights: {problem}; is it another "
                 "model, or its --dtype not runtime.precision?"
@@ -226,18 +258,21 @@ class VLLMEngine:
         on_tokens: Callable[[int], None] | None,
         replies: Replies | None,
     ) -> list[Completion]:
-        """The completions of all requests, in order; each server gets the same number of them."""
+        """The completions of all requests, in order. Each server gets the same number of them."""
         in_flight = asyncio.Semaphore(max(MAX_REQUESTS // self.world.size, 1))
 
         async def complete(row: int, body: dict[str, Any]) -> Completion:
+            """Sample a completion turn by turn; without ``replies`` it has one turn."""
             server = self.servers[row % len(self.servers)]
             settings = body["sampling_params"]
             ids = []
             logprobs = []
-            mask = []
+            loss_mask = []
             while True:
-                turn_settings = settings | {"max_tokens": settings["max_tokens"] - len(ids)}
+                turn_settings = dict(settings)
+                turn_settings["max_tokens"] -= len(ids)
                 if ids:
+                    # With the seed of the first turn vLLM would draw the same numbers again.
                     turn_settings["seed"] = derive_seed(settings["seed"], "turn", len(ids))
                 request = {
                     "token_ids": body["token_ids"] + ids,
@@ -247,29 +282,35 @@ class VLLMEngine:
                     sampled = await self._sample(server, http, request)
                 if on_tokens is not None:
                     on_tokens(len(sampled.ids))
+
+                # vLLM decodes token by token, and may see a stop string late. The turn ends where
+                # it ends in the built-in engine.
                 end = stops.first_end(sampled.ids) if stops.strings else None
                 turn = sampled.ids[:end]
                 finished = end is not None or sampled.finish_reason == "stop"
                 ids += turn
-                mask += [True] * len(turn)
+                loss_mask += [True] * len(turn)
                 logprobs += [token.logprob for token in sampled.logprobs.content[:end]]
 
                 answer = None
+                # A turn that was cut off has used all tokens: an answer has no room.
                 if replies and finished:
-                    asked = Future()
-                    self.calls.put(partial(_ask, asked, replies, row, turn))
-                    future = await asyncio.wrap_future(asked)
-                    answer = await asyncio.wrap_future(future)
+                    # The thread of wait_for() calls replies(), which returns a future in turn.
+                    called = Future()
+                    self.calls.put((called, replies, row, turn))
+                    reply = await asyncio.wrap_future(called)
+                    answer = await asyncio.wrap_future(reply)
                 if answer is None:
+                    # An empty mask says that the model sampled every token.
                     return Completion(
                         tuple(ids),
                         "",
                         finished,
                         tuple(logprobs),
-                        loss_mask=() if all(mask) else tuple(mask),
+                        loss_mask=() if all(loss_mask) else tuple(loss_mask),
                     )
                 ids += answer
-                mask += [False] * len(answer)
+                loss_mask += [False] * len(answer)
                 logprobs += [0.0] * len(answer)
 
         async with session() as http:
@@ -277,6 +318,7 @@ class VLLMEngine:
             try:
                 return await asyncio.gather(*tasks)
             finally:
+                # gather() leaves the other tasks running if one fails.
                 for task in tasks:
                     task.cancel()
 
@@ -286,23 +328,28 @@ class VLLMEngine:
         http: httpx.AsyncClient,
         body: dict[str, Any],
     ) -> Sampled:
-        """One completion; ServerError if it is not what was asked for, or of other weights."""
-        # A salt keeps what the prefix cache holds of other weights out of use.
+        """Sample one turn; ServerError if it is too short or too long, or of other weights."""
+        # The salt keeps keys and values of other weights, which the prefix cache may hold, out of
+        # use.
         body["cache_salt"] = self.version
         if self.policy.adapter:
             body["model"] = self.version
         answer = await server.generate(http, body)
         (sampled,) = answer.choices
         length = len(sampled.ids)
-        most = body["sampling_params"]["max_tokens"]
-        if length > most or (length < most and sampled.finish_reason == "length"):
+        max_length = body["sampling_params"]["max_tokens"]
+        # A server whose context is too small cuts completions off, which would look truncated.
+        is_cut = length < max_length and sampled.finish_reason == "length"
+        if is_cut or length > max_length:
             raise ServerError(
-                f"{server} ended a completion after {length} of {most} tokens: raise --max-model-len"
+                f"{server} ended a completion after {length} of {max_length} tokens: "
+                "raise --max-model-len"
             )
         versions = {weights["version"] for weights in sampled.weight_versions}
         if versions != {self.version}:
             raise ServerError(
-                f"{server} has lost this step's weights: it was started again, or another run uses it"
+                f"{server} has lost this step's weights: "
+                "it was started again, or another run uses it"
             )
         return sampled
 
@@ -320,20 +367,20 @@ def _request(
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
         "min_p": sampling.min_p,
-        # A server takes what a request leaves out from the checkpoint's generation_config.json.
+        # Written out, since a server takes what a request leaves out from the checkpoint's
+        # generation_config.json.
         "repetition_penalty": 1.0,
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
         "stop": stops.strings,
         "stop_token_ids": stops.ids,
         "include_stop_str_in_output": True,
+        # Stop strings are looked for in the text without special tokens, as by Stops.
         "skip_special_tokens": True,
-        "ignore_eos": True,  # the policy's own EOS ids are among the stop tokens
+        # The policy's EOS ids are among the stop tokens; the server may know others.
+        "ignore_eos": True,
         "seed": seed,
+        # The log-prob of each sampled token, without the likeliest ones in its place.
         "logprobs": 0,
     }
     return {"token_ids": list(problem.prompt_ids), "sampling_params": settings}
-
-
-def _ask(asked: Future, replies: Replies, row: int, turn: list[int]) -> None:
-    asked.set_result(replies(row, turn))

@@ -1,5 +1,5 @@
-"""vLLM servers that the trainer starts on its own machine (``rollout.server=start``), and that end
-with it."""
+"""A vLLM server that the trainer starts on its own machine (``rollout.server=start``), and that
+ends with the trainer."""
 
 from __future__ import annotations
 
@@ -21,21 +21,22 @@ from grpo.config import Config, ConfigError
 from grpo.distributed import World
 from grpo.model import Policy, base_of
 from grpo.system import without_environment_defaults
-from grpo.vllm.weights import DTYPES, MOST
+from grpo.vllm.weights import DTYPES, MAX_PROBE_TOKENS
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The values that vLLM takes for ``--max-lora-rank``."""
 LAUNCHER_VARIABLES = re.compile(
-    "RANK|WORLD_SIZE|(LOCAL|GROUP)_(RANK|WORLD_SIZE)|ROLE_.*|MASTER_(ADDR|PORT)|TORCHELASTIC_.*|TORCH_NCCL_.*"
+    "RANK|WORLD_SIZE|(LOCAL|GROUP)_(RANK|WORLD_SIZE)|ROLE_.*|MASTER_(ADDR|PORT)"
+    "|TORCHELASTIC_.*|TORCH_NCCL_.*"
 )
-"""Environment variables of the trainer's launcher, which would make the server look for other
-ranks."""
+"""Environment variables of torchrun, which would make the server look for other ranks."""
 END_WITH_PARENT = (
-    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); os.getppid() == int(sys.argv[1]) or sys.exit(1); "
+    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); "
+    "os.getppid() == int(sys.argv[1]) or sys.exit(1); "
     "os.execvp(sys.argv[2], sys.argv[2:])"
 )
-"""Becomes the server's program, which gets SIGTERM when its parent has ended (PR_SET_PDEATHSIG),
-also by SIGKILL."""
+"""Python program that asks the kernel for SIGTERM when its parent ends (PR_SET_PDEATHSIG), also by
+SIGKILL, and then becomes the program that its arguments name."""
 
 
 def start_server(
@@ -47,27 +48,45 @@ def start_server(
     folder: Path,
     stack: contextlib.ExitStack,
 ) -> StartedServer:
-    """A server on this machine, when it answers; ``stack`` ends it. Arguments as of
-    :func:`grpo.vllm.build_engine`."""
+    """Start a server on this machine, and return it when it answers.
+
+    Args:
+        longest, path, folder: see :func:`grpo.vllm.build_engine`.
+        stack: gets the server's :meth:`StartedServer.close`.
+
+    Raises:
+        ConfigError: if the server ends or does not answer in time, or on several machines.
+    """
     if world.num_machines > 1:
         raise ConfigError(
-            "rollout.server=start is for one machine: name the addresses of servers in rollout.server"
+            "rollout.server=start is for one machine: "
+            "name the addresses of servers in rollout.server"
         )
     options = [
         f"--dtype={DTYPES[policy.precision]}".replace("torch.", ""),
+        # Log-probs after temperature and filters: those of the distribution that is sampled from.
         "--logprobs-mode=processed_logprobs",
+        # The route that takes and returns token ids.
         "--enable-scale-out",
+        # One line per completion would fill the log.
         "--disable-uvicorn-access-log",
     ]
     if longest:
-        options.append(f"--max-model-len={max(longest, MOST + 1)}")
+        # Less than the model's context leaves more memory to the KV cache. The probe of the weights
+        # has to fit, too, with the token that vLLM samples after it.
+        max_length = max(longest, MAX_PROBE_TOKENS + 1)
+        options.append(f"--max-model-len={max_length}")
     if policy.device.type == "cpu":
+        # On a CPU, vLLM 0.32 fails when it splits the prompt of a request with a seed.
         options.append("--no-enable-chunked-prefill")
     if policy.adapter:
-        lora = policy.adapter.peft_config["default"]
+        lora = policy.adapter.active_peft_config
         rank = max(lora.r, *lora.rank_pattern.values(), 1)
-        possible = [most for most in LORA_RANKS if most >= rank]
-        options += ["--enable-lora", f"--max-lora-rank={min(possible, default=rank)}"]
+        # A rank above all of them is left to vLLM, whose error names the possible ones.
+        max_rank = next((possible for possible in LORA_RANKS if possible >= rank), rank)
+        options += ["--enable-lora", f"--max-lora-rank={max_rank}"]
+
+    # A folder, also for a model of the Hub: these are the files that the trainer has loaded.
     model = base_of(path)
     if os.path.isdir(model):
         model = os.path.abspath(model)
@@ -75,6 +94,7 @@ def start_server(
         model = huggingface_hub.snapshot_download(model, local_files_only=True)
     log = folder / "vllm.log"
     server = StartedServer(config.rollout.vllm_command, model, options, log)
+    # Before waiting: a server that does not answer has to end, too.
     stack.callback(server.close)
     print(f"starting vLLM (log: {log}) ...", flush=True)
     server.wait(config.runtime.timeout_s / 3)
@@ -82,31 +102,36 @@ def start_server(
 
 
 class StartedServer:
-    """A server and its processes, in a process group of their own: Ctrl-C in the terminal is for
-    the trainer."""
+    """A running server with its processes, and its log."""
 
     def __init__(self, command: str, model: str, options: list[str], log: Path):
-        """Start a server for the folder ``model`` on a free port. Its output goes to ``log``.
+        """Start a server on a free port.
 
-        Of two values of an option the last one counts: the command's own options
-        (``rollout.vllm_command``) win over ``options``, which are put behind the model, and host
-        and port over both.
+        Args:
+            command: ``rollout.vllm_command``; ``{model}`` in it stands for the model's folder.
+            model: the model's folder.
+            options: put behind the model. Options of the command that follow there win over them.
+            log: file to which the server's output is appended.
         """
+        # vLLM takes the last of two values of an option. So the user's come after ours, and host
+        # and port, which the trainer has to know, come last of all.
         words = []
         for word in shlex.split(command):
             words.append(word.replace("{model}", model))
             if "{model}" in word:
                 words += options
+        # Bound to port 0, a socket gets a free port, which the server takes once it is closed.
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         self.address = f"http://127.0.0.1:{port}"
         self.log = log
         environment = {
-            # The routes that load weights and adapters.
+            # These switch the routes on that load weights and adapters.
             "VLLM_SERVER_DEV_MODE": "1",
             "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
         }
+        # The defaults that the trainer has set for its own memory are not for another program.
         for name, value in without_environment_defaults(os.environ).items():
             if not LAUNCHER_VARIABLES.fullmatch(name):
                 environment.setdefault(name, value)
@@ -114,6 +139,7 @@ class StartedServer:
             self.process = subprocess.Popen(
                 [
                     sys.executable,
+                    # Isolated: no variable or folder of the user changes what Python imports.
                     "-Ic",
                     END_WITH_PARENT,
                     str(os.getpid()),
@@ -125,29 +151,35 @@ class StartedServer:
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,
+                # Its own process group: Ctrl-C in the terminal reaches the trainer alone, and
+                # close() reaches all processes of the server.
                 start_new_session=True,
             )
 
     def wait(self, timeout_s: float) -> None:
-        """Return when it answers; ConfigError if it ends, or does not answer in time."""
+        """Return when the server answers; ConfigError if it ends, or does not answer in time."""
         deadline = time.monotonic() + timeout_s
+        # It refuses connections while it loads the model.
         while self.process.poll() is None and time.monotonic() < deadline:
             with contextlib.suppress(httpx.HTTPError):
-                httpx.get(f"{self.address}/health", timeout=5, trust_env=False).raise_for_status()
+                answer = httpx.get(f"{self.address}/health", timeout=5, trust_env=False)
+                answer.raise_for_status()
                 return
             time.sleep(0.2)
         problem = f"does not answer after {timeout_s:g} s (a third of runtime.timeout_s)"
         raise ConfigError(f"vLLM at {self.address} {self.explain(problem)}")
 
     def explain(self, problem: str) -> str:
-        """Its exit code; while it runs, ``problem``. Both with the log's path."""
+        """The text of ``problem``, or of the exit code if the server has ended; then the path of
+        the log."""
         code = self.process.poll()
         if code is not None:
             problem = f"has ended (exit code {code})"
         return f"{problem}: see {self.log}"
 
     def close(self) -> None:
-        """End its processes."""
+        """Ask the server's processes to end (SIGTERM). When the first has ended, or after 10
+        seconds, SIGKILL ends the others."""
         for number in (signal.SIGTERM, signal.SIGKILL):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, number)
