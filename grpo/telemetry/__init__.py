@@ -1,2 +1,2 @@
-"""Output of a run about itself: console, bars, metrics.jsonl, dashboards, hints, completions/,
-starts.jsonl."""
+"""What a run reports about itself: console, progress bars, metrics.jsonl, dashboards, hints,
+completions/, starts.jsonl."""

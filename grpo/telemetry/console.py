@@ -1,4 +1,4 @@
-"""The lines of a run on the console."""
+"""The lines that a run prints about its steps and evaluations."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from tqdm import tqdm
 
 from grpo.telemetry.records import is_computed
 
-COLUMNS = (
+STEP_COLUMNS = (
     ("completions/mean_length", "length", "{:.1f}"),
     ("turns/mean", "turns", "{:.2f}"),
     ("tools/failure_frequency", "failed calls", "{:.0%}"),
@@ -14,43 +14,47 @@ COLUMNS = (
     ("kl", "kl", "{:.4f}"),
     ("entropy", "entropy", "{:.3f}"),
 )
-"""Metric, its name on the console and its format, in the order of the line of a step."""
-REWARDS = "eval/rewards/"
+"""Metric, its label on the console and its format, in the order of a step's line."""
+EVAL_REWARDS_PREFIX = "eval/rewards/"
+"""Metrics of evaluations that begin so are means of reward functions."""
 
 
 def console_line(metrics: dict[str, Any], max_steps: int) -> str:
-    """One step: the reward, its parts, length, seconds, KL, entropy, and the time that is left.
+    """The line of a step: the reward, its parts, the metrics of ``STEP_COLUMNS``, the time left.
 
     Args:
-        metrics: those that were computed.
+        metrics: those of the step that were computed; the others are left out of the line.
     """
+    # The reward comes first: it shows whether the run learns.
     columns = [("reward", "reward", "{:.3f}")]
     for name in metrics:
         if name.startswith("rewards/") and name.endswith("/mean"):
             function = name.split("/")[1]
             columns.append((name, function, "{:.3f}"))
-    columns.extend(COLUMNS)
+    columns.extend(STEP_COLUMNS)
 
     step = metrics["step"]
     parts = [f"step {_place(step, max_steps)}"]
-    for name, label, form in columns:
+    for name, label, number_format in columns:
         if name in metrics:
-            number = form.format(metrics[name])
+            number = number_format.format(metrics[name])
             parts.append(f"{label} {number}")
+    # As if all steps took as long as this one, without evaluations.
     num_left = max_steps - step
     if num_left and "step_time" in metrics:
-        left = tqdm.format_interval(num_left * metrics["step_time"])
-        parts.append(f"left {left}")
+        time_left = tqdm.format_interval(num_left * metrics["step_time"])
+        parts.append(f"left {time_left}")
     return "  ".join(parts)
 
 
 def _place(step: int, max_steps: int) -> str:
+    """``50/150``, as wide for every step, so that the columns of lines stand below each other."""
     digits = len(str(max_steps))
     return f"{step:>{digits}}/{max_steps}"
 
 
 def evaluation_line(metrics: dict[str, Any], max_steps: int) -> str:
-    """One evaluation: ``eval  50/150  greedy accuracy 98.5%  ...``."""
+    """The line of an evaluation: ``eval  50/150  greedy accuracy 98.5%  ...``."""
     parts = [f"eval {_place(metrics['step'], max_steps)}"]
     for name in _console_names(metrics):
         value = evaluation_text(name, metrics[name])
@@ -62,13 +66,14 @@ def evaluation_table(
     before: dict[str, float] | None,
     after: dict[str, float],
 ) -> str:
-    """Two evaluations side by side, one metric per line."""
+    """Two evaluations side by side, one metric per line; ``before`` is None if there was none."""
+    before = before or {}
     rows = [f"{'':28}{'before':>10}{'after':>10}"]
     for name in _console_names(after):
         label = _label(name)
-        first = evaluation_text(name, (before or {}).get(name))
-        last = evaluation_text(name, after[name])
-        rows.append(f"{label:28}{first:>10}{last:>10}")
+        value_before = evaluation_text(name, before.get(name))
+        value_after = evaluation_text(name, after[name])
+        rows.append(f"{label:28}{value_before:>10}{value_after:>10}")
     return "\n".join(rows)
 
 
@@ -76,34 +81,41 @@ def evaluation_text(
     name: str,
     value: float | None,
 ) -> str:
-    """The value of an evaluation metric: rates as percentages; ``-`` if it was not computed."""
+    """The value of an evaluation metric as text: rates in percent; ``-`` if it was not computed."""
     if not is_computed(value):
         return "-"
-    return f"{value:.1%}" if is_rate(name) else f"{value:.4g}"
+    if is_rate(name):
+        return f"{value:.1%}"
+    return f"{value:.4g}"
 
 
 def is_rate(name: str) -> bool:
-    """True if an evaluation metric is a share of problems or completions, not a reward or
+    """True if an evaluation metric is a fraction of problems or completions: no reward or
     length."""
     is_length = name.endswith("mean_length")
-    return not is_length and not name.startswith(REWARDS)
+    return not is_length and not name.startswith(EVAL_REWARDS_PREFIX)
 
 
 def _console_names(metrics: dict[str, Any]) -> list[str]:
-    """The metrics that the console shows: of greedy decoding the accuracy, of pass@k that of the
-    largest k."""
-    shown = {}
+    """The metrics of an evaluation that the console shows.
+
+    Those of greedy decoding but its accuracy, and pass@k but for the largest k, are left out.
+    """
+    names = {}
     for name in metrics:
         is_greedy = name.startswith("eval/greedy_")
         is_hidden = is_greedy and name != "eval/greedy_accuracy"
         if name.startswith("eval/") and not is_hidden:
+            # All pass@k have the same key here. A larger k comes later, and replaces the others.
             kind, at, _ = name.partition("pass@")
-            shown[kind + at] = name  # a larger k comes later
-    return list(shown.values())
+            names[kind + at] = name
+    return list(names.values())
 
 
 def _label(name: str) -> str:
+    """The name of an evaluation metric on the console."""
     label = name.removeprefix("eval/")
-    if name.startswith(REWARDS):
-        return label  # a reward has the same name everywhere
+    # The user has named the reward function: its name stays as it is.
+    if name.startswith(EVAL_REWARDS_PREFIX):
+        return label
     return label.replace("_", " ")

@@ -1,8 +1,8 @@
-"""wandb, trackio and TensorBoard: metrics of a run, in the first two some completions too. Imported
-when needed.
+"""Dashboards: wandb, trackio and TensorBoard.
 
-All three have ``log(step, metrics, completions)``, where a completion is a row of a table, and
-``finish()``."""
+Each class has ``log(step, metrics, completions)``, where a completion is a row of
+:func:`table_row`, and ``finish()``. Packages are imported when a dashboard starts: they are
+optional."""
 
 import os
 import sys
@@ -16,15 +16,16 @@ from grpo.system import first_line
 from grpo.telemetry.records import json_safe
 
 TIMEOUT_S = 20
-"""Seconds that wandb waits for the server at the start, and for the upload at the end: torchrun
-kills a process 30 seconds after it asked the process to stop."""
+"""Longest time that wandb waits for its server at the start, and for the upload at the end.
+torchrun kills a process 30 seconds after it has asked it to stop."""
 
 
 def table_row(record: dict[str, Any]) -> dict[str, Any]:
-    """The record of a completion as a row of a table: without what each of its tokens has."""
+    """The record of a completion as a row of a table, without the values of single tokens."""
     row = {}
     for name, value in record.items():
-        # It is None where the model wrote every token.
+        # "sampled" has a value for each token, or is None if the model wrote them all. All rows of
+        # a table need the same columns.
         if not isinstance(value, list | dict) and name != "sampled":
             row[name] = value
     for name, value in record["rewards"].items():
@@ -33,26 +34,33 @@ def table_row(record: dict[str, Any]) -> dict[str, Any]:
 
 
 class Service:
-    """wandb or trackio, whose packages have the same functions for a run."""
+    """The part of wandb and trackio that is the same: a run of either package logs alike."""
 
-    def log(self, step: int, metrics: dict[str, Any], completions: list[dict[str, Any]]) -> None:
-        shown = dict(metrics)
+    def log(
+        self,
+        step: int,
+        metrics: dict[str, Any],
+        completions: list[dict[str, Any]],
+    ) -> None:
+        """Send the metrics of a step; if there are completions, with a table of them."""
+        values = dict(metrics)
         if completions:
-            shown["completions"] = self._package.Table(
+            values["completions"] = self._package.Table(
                 columns=list(completions[0]),
                 data=[list(row.values()) for row in completions],
             )
-        self._run.log(shown, step=step)
+        self._run.log(values, step=step)
 
     def finish(self) -> None:
+        """End the run, after what was logged has been sent."""
         self._run.finish()
 
 
 class Wandb(Service):
-    """A run in wandb, online or in a folder that ``wandb sync`` sends.
+    """A run in wandb: online, or in a folder for ``wandb sync``.
 
     Args:
-        run_id: wandb's id of the run, the same at each start.
+        run_id: wandb's id of the run. With the same id a resumed run continues there.
         print_line: prints a line on the console.
     """
 
@@ -62,7 +70,7 @@ class Wandb(Service):
         run_id: str | None,
         print_line: Callable[[str], None],
     ):
-        # Before each table, training waits for the server's answer.
+        # Training waits for the server's answer before each table, so not for long.
         os.environ.setdefault("WANDB_HTTP_TIMEOUT", "8")
         import wandb
 
@@ -83,45 +91,56 @@ class Wandb(Service):
             ),
         )
         mode = config.logging.wandb
+        # wandb's own switch; the argument of init would win over it.
         if os.environ.get("WANDB_MODE") == "offline":
             mode = "offline"
         try:
-            # Without a key init asks on a terminal, and the ranks wait. A program's own run, if it
-            # has one, goes on.
-            if (
-                mode == "online"
-                and wandb.run is None
-                and not wandb.login(prompt=False, verify=False)
-            ):
+            # Without a key init would ask on the terminal, while the other ranks wait. A wandb run
+            # that the calling program has started goes on, and needs no key.
+            needs_login = mode == "online" and wandb.run is None
+            if needs_login and not wandb.login(prompt=False, verify=False):
                 raise wandb.errors.UsageError("no API key: run `wandb login`")
             run = start(mode=mode)
-        except Exception as error:  # no server, or the server refuses the key
+        except Exception as error:
+            # There is no server, or it refuses the key.
             print_line(f"warning: wandb {mode} failed ({first_line(error)}); going on offline")
-            wandb.teardown()  # otherwise the failed attempt keeps the run's id in use
+            # Otherwise the failed attempt keeps the run's id in use.
+            wandb.teardown()
             run = start(mode="offline")
+        # Charts are over steps, not over wandb's counter of calls.
         run.define_metric("step")
         run.define_metric("*", step_metric="step")
         self._run = run
 
-        send = f"offline; send this run with: wandb sync {folder}/wandb/offline-run-*-{run_id}"
-        print_line(f"wandb     {run.url or send}")
+        how_to_send = (
+            f"offline; send this run with: wandb sync {folder}/wandb/offline-run-*-{run_id}"
+        )
+        print_line(f"wandb     {run.url or how_to_send}")
 
-    def log(self, step: int, metrics: dict[str, Any], completions: list[dict[str, Any]]) -> None:
-        # wandb's own counter is the step too: the server then ignores the steps that a resumed run
-        # sends again.
+    def log(
+        self,
+        step: int,
+        metrics: dict[str, Any],
+        completions: list[dict[str, Any]],
+    ) -> None:
+        """See :meth:`Service.log`."""
+        # wandb's counter of calls is the step, too: so the server ignores the steps that a resumed
+        # run sends again.
         super().log(step, metrics | {"step": step}, completions)
 
     def finish(self) -> None:
-        failed = sys.exc_info()[0] is not None  # an exception is being handled
-        self._run.finish(exit_code=int(failed))
+        """End the run, as failed if an exception is being handled."""
+        has_failed = sys.exc_info()[0] is not None
+        self._run.finish(exit_code=int(has_failed))
 
 
 class Trackio(Service):
-    """A run in trackio's folder on this machine, or where its environment variables say (a Space, a
-    server).
+    """A run in trackio: in its folder on this machine, or where its environment variables say (a
+    Space, a server).
 
-    A resumed run goes on where the newest run of its name ended: steps after its checkpoint are
-    there twice."""
+    A resumed run continues the newest run of its name, in which the steps after the checkpoint are
+    then there twice.
+    """
 
     def __init__(self, config: Config, is_resumed: bool):
         import trackio
@@ -129,7 +148,9 @@ class Trackio(Service):
         self._package = trackio
         self._run = trackio.init(
             project=config.logging.project,
+            # The whole path, since trackio finds the run to continue by its name.
             name=config.logging.run_name or config.output_dir,
+            # No dashboard inside of a notebook.
             embed=False,
             resume="allow" if is_resumed else "never",
             config=config.for_writing(),
@@ -139,8 +160,9 @@ class Trackio(Service):
 class TensorBoard:
     """The event file of one start of a run, in ``output_dir/tensorboard``.
 
-    Args: first_step: the first step that this start logs. TensorBoard hides later steps of an
-        interrupted run.
+    Args:
+        first_step: the first step that this start logs. TensorBoard hides what an interrupted run
+            has logged from this step on.
     """
 
     def __init__(self, config: Config, first_step: int):
@@ -149,10 +171,18 @@ class TensorBoard:
         folder = f"{config.output_dir}/tensorboard"
         self._writer = SummaryWriter(folder, purge_step=first_step)
 
-    def log(self, step: int, metrics: dict[str, Any], completions: list[dict[str, Any]]) -> None:
+    def log(
+        self,
+        step: int,
+        metrics: dict[str, Any],
+        completions: list[dict[str, Any]],
+    ) -> None:
+        """Write the metrics of a step. The event file has no place for completions."""
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
-        self._writer.flush()  # the file has the step, and an error of the disk shows here
+        # TensorBoard shows the step now, and an error of the disk is raised here.
+        self._writer.flush()
 
     def finish(self) -> None:
+        """Close the event file."""
         self._writer.close()

@@ -1,4 +1,4 @@
-"""Hints: problems that an experienced person would see in the metrics, and what to do
+"""Hints: problems that an experienced person would see in the metrics, and what to do about them
 (``docs/metrics.md``)."""
 
 import math
@@ -9,29 +9,33 @@ from typing import Any
 
 from grpo.telemetry.records import is_computed
 
-WINDOW = 10
-"""Means are taken over so many steps, or over all steps of a shorter run."""
-FIRST_STEP = 3
-"""The step of the first hints: the mean of one or two steps says little."""
+MAX_STEPS_OF_MEAN = 10
+"""Means are over the last steps, at most so many."""
+MIN_STEPS_OF_MEAN = 3
+"""Hints begin with this step: the mean of one or two steps says little."""
 
 
 @dataclass(frozen=True)
-class Rule:
-    """A hint, and when it is given."""
+class HintRule:
+    """A hint, and the metric that it depends on."""
 
     name: str
-    """Name in ``docs/metrics.md``."""
+    """Name of the hint in ``docs/metrics.md``."""
     metric: str
+    """Name of the metric whose mean over the last steps is compared."""
     text: str
-    """The hint, with ``{mean}`` where the metric's mean over the last steps goes."""
+    """The hint, with ``{mean}`` in the place of the mean."""
     above: float = math.inf
-    """The hint is given when the mean is above this, or below the next. A mean of nothing is NaN,
-    and gives none."""
+    """The hint holds if the mean is above this limit. Default: no such limit."""
     below: float = -math.inf
+    """The hint holds if the mean is below this limit. Default: no such limit."""
 
 
-RULES = (
-    Rule(
+# Rules of thumb: a task that is nearly learned also has equal rewards and a low entropy.
+HINT_RULES = (
+    # Usual are 0.001 to 0.1. At 0.5, twenty tokens of the policy are about e^10 times as likely as
+    # under the reference.
+    HintRule(
         "KL",
         "kl",
         (
@@ -41,7 +45,8 @@ RULES = (
         ),
         above=0.5,
     ),
-    Rule(
+    # At 0.02 nats the likeliest token has a probability of about 0.997.
+    HintRule(
         "entropy",
         "entropy",
         (
@@ -51,18 +56,21 @@ RULES = (
         ),
         below=0.02,
     ),
-    Rule(
+    # The other groups, less than a fifth of the rollout, give all of the gradient.
+    HintRule(
         "equal rewards",
         "frac_reward_zero_std",
         (
             "{mean:.0%} of the groups have equal rewards and give no gradient, except with "
             "algorithm.baseline=none. With a high reward these problems are learned; all is well "
-            "then. Else they are too hard, or the reward function is wrong or gives None: read completions, "
-            "change the data, raise rollout.num_generations, or set algorithm.dynamic_sampling=true"
+            "then. Else they are too hard, or the reward function is wrong or gives None: read "
+            "completions, change the data, raise rollout.num_generations, or set "
+            "algorithm.dynamic_sampling=true"
         ),
         above=0.8,
     ),
-    Rule(
+    # A completion that is cut off mostly has no answer, and its reward is then about its length.
+    HintRule(
         "truncation",
         "completions/clipped_ratio",
         (
@@ -72,7 +80,8 @@ RULES = (
         ),
         above=0.25,
     ),
-    Rule(
+    # Only runs with tools have this metric: the number of calls per completion.
+    HintRule(
         "no calls",
         "tools/call_frequency",
         (
@@ -82,7 +91,8 @@ RULES = (
         ),
         below=0.001,
     ),
-    Rule(
+    # A clipped token has no gradient: a large part of the rollout was sampled in vain.
+    HintRule(
         "clipping",
         "clip_ratio/region_mean",
         (
@@ -92,7 +102,8 @@ RULES = (
         ),
         above=0.3,
     ),
-    Rule(
+    # Usual are 1e-6 in fp32 and up to 0.02 in bf16: more than rounding explains.
+    HintRule(
         "log-prob difference",
         "sampling/logprob_difference",
         (
@@ -103,7 +114,8 @@ RULES = (
         ),
         above=0.05,
     ),
-    Rule(
+    # Linux counts this time; elsewhere the metric is 0.
+    HintRule(
         "shared cores",
         "time/frac_core_wait",
         (
@@ -121,28 +133,34 @@ class Hints:
 
     def __init__(self) -> None:
         self._given: set[str] = set()
-        self._steps: deque[dict[str, Any]] = deque(maxlen=WINDOW)
+        """Names of the hints that have been given."""
+        self._steps: deque[dict[str, Any]] = deque(maxlen=MAX_STEPS_OF_MEAN)
 
     def update(self, metrics: dict[str, Any]) -> list[str]:
-        """The new hints of this step. Lines without a reward (evaluations) are ignored."""
+        """Take the metrics of a step, and return the hints that are new."""
+        # A line without a reward is that of an evaluation before training.
         if "reward" not in metrics:
             return []
         self._steps.append(metrics)
-        if len(self._steps) < FIRST_STEP:
+        if len(self._steps) < MIN_STEPS_OF_MEAN:
             return []
-        holding = self.verdict()
-        new = [hint for name, hint in holding.items() if name not in self._given]
-        self._given.update(holding)
+        hints = self.verdict()
+        new = [hint for name, hint in hints.items() if name not in self._given]
+        self._given.update(hints)
         return new
 
     def verdict(self) -> dict[str, str]:
-        """Name -> hint of each rule that holds for the last steps, whether or not its hint has been
-        given."""
-        holding = {}
-        for rule in RULES:
-            values = [step.get(rule.metric) for step in self._steps]
-            values = [value for value in values if is_computed(value)]
+        """Name -> hint of each rule that holds for the last steps, also if its hint has been given
+        before."""
+        hints = {}
+        for rule in HINT_RULES:
+            values = []
+            for step in self._steps:
+                value = step.get(rule.metric)
+                if is_computed(value):
+                    values.append(value)
+            # A metric that was never computed gives no hint: NaN is neither above nor below.
             mean = fmean(values) if values else math.nan
             if mean > rule.above or mean < rule.below:
-                holding[rule.name] = rule.text.format(mean=mean)
-        return holding
+                hints[rule.name] = rule.text.format(mean=mean)
+        return hints

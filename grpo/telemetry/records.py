@@ -1,4 +1,4 @@
-"""Records of a run, a JSON object per line: steps (metrics.jsonl, intervals.jsonl) and starts
+"""Files with a JSON object per line: steps (metrics.jsonl, intervals.jsonl) and starts of a run
 (starts.jsonl)."""
 
 import contextlib
@@ -18,75 +18,97 @@ import torch
 from grpo.system import sync, write_atomically
 
 LOGGED_PREFIX = "logged/"
-"""Before the names of the metrics that reward functions logged, which may be any."""
+"""Begins the names of the metrics that reward functions log, which might be names of others."""
 
 
 def append_line(path: Path, line: dict[str, Any]) -> None:
-    """Append an object, and wait until the disk has it. The file is opened for each, in case it was
-    moved."""
+    """Append an object to a file, and wait until it is on disk."""
     text = json.dumps(json_safe(line))
+    # Opened for each line, since a person may have moved the file meanwhile.
     with open(path, "a", encoding="utf-8") as file:
         file.write(text + "\n")
     sync(path)
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """All objects. Lines that are no JSON are left out: a killed process may leave half a line."""
-    found = []
-    if path.exists():
-        for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
-            with contextlib.suppress(ValueError):
-                found.append(json.loads(line))
-    return found
+    """The objects of a file; none if there is no such file."""
+    objects = []
+    if not path.exists():
+        return objects
+    text = path.read_text(encoding="utf-8", errors="replace")
+    for line in text.split("\n"):
+        # A process that was killed may have left half a line.
+        with contextlib.suppress(ValueError):
+            objects.append(json.loads(line))
+    return objects
 
 
 def add_to_step(path: Path, line: dict[str, Any]) -> None:
-    """Add to the object of the last step, if that is the step of ``line``; else append ``line``."""
+    """Add ``line`` to the object of its step if that is the last one; else append it."""
     steps = read_lines(path)
     if steps and steps[-1]["step"] == line["step"]:
+        # The file is written again, since the numbers of an evaluation that is made a second time
+        # replace the first ones.
         line = steps[-1] | line
         remove_steps_after(path, line["step"] - 1)
     append_line(path, line)
 
 
 def remove_steps_after(path: Path, last_step: int) -> list[dict[str, Any]]:
-    """Remove the objects of later steps, which a resumed run writes again; returns the others."""
-    kept = [line for line in read_lines(path) if line["step"] <= last_step]
-    text = [json.dumps(line) + "\n" for line in kept]
-    write_atomically(path, "".join(text))
-    return kept
+    """Remove the objects of later steps, which a resumed run writes again, and return the
+    others."""
+    steps = [line for line in read_lines(path) if line["step"] <= last_step]
+    text = ""
+    for line in steps:
+        text += json.dumps(line) + "\n"
+    # A kill leaves the old file or the new one.
+    write_atomically(path, text)
+    return steps
 
 
 def is_computed(value: float | None) -> bool:
-    """True for a number. A metric that was not computed is NaN in a step, and null in
-    ``metrics.jsonl``."""
+    """True for a finite number.
+
+    A metric that was not computed is NaN in a step, and null in ``metrics.jsonl``.
+    """
     return value is not None and math.isfinite(value)
 
 
 def computed(metrics: dict[str, Any]) -> dict[str, Any]:
-    """The metrics that were computed."""
+    """Those of the metrics that were computed."""
     return {name: value for name, value in metrics.items() if is_computed(value)}
 
 
 def json_safe(value: Any) -> Any:
-    """A copy in which NaN and infinity, which JSON does not have, are None."""
+    """A copy of a value in which NaN and infinity, which JSON does not have, are None."""
     if isinstance(value, dict):
         return {key: json_safe(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [json_safe(item) for item in value]
-    is_number = not isinstance(value, float) or math.isfinite(value)
-    return value if is_number else None
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
 
 
 def environment(world_size: int) -> dict[str, Any]:
-    """Facts about this start. Without host name, user name and environment variables: a report may
-    be published."""
+    """Facts about the start of a run: time, command, hardware and versions.
+
+    Host name, user name and environment variables are left out, since a report may be published.
+    """
     device = f"{platform.machine()} CPU"
     if torch.cuda.is_available():
         device = torch.cuda.get_device_name(0)
     folder = shlex.quote(str(Path(__file__).parent))
-    describe = f"timeout 10 git -C {folder} describe --always --dirty --abbrev=40 --exclude='*' 2>/dev/null"
+    # The commit's full hash, never a tag, with -dirty if files have changed since. On a slow disk
+    # git may take minutes to see that.
+    describe = (
+        f"timeout 10 git -C {folder} describe --always --dirty --abbrev=40 --exclude='*' "
+        "2>/dev/null"
+    )
     status, commit = subprocess.getstatusoutput(describe)
+    if status != 0:
+        # There is no git, or the package is installed outside a checkout.
+        commit = None
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "command": " ".join(sys.argv),
@@ -94,7 +116,7 @@ def environment(world_size: int) -> dict[str, Any]:
         "device": device,
         "threads_per_rank": torch.get_num_threads(),
         "python": platform.python_version(),
-        "git_commit": commit if status == 0 else None,  # without git, or outside of a checkout
+        "git_commit": commit,
         "torch": torch.__version__,
         "transformers": version("transformers"),
     }

@@ -1,5 +1,4 @@
-"""Shows and writes the steps of a run: console, progress bars, metrics.jsonl, hints, completions/,
-dashboards."""
+"""The reporter: shows and writes the steps of a run on the console, in files and on dashboards."""
 
 import sys
 from collections.abc import Callable
@@ -18,15 +17,18 @@ from grpo.telemetry.records import add_to_step, append_line, computed, remove_st
 from grpo.telemetry.samples import write_samples
 
 COMPLETIONS_PER_RUN = 50
-"""About how often dashboards show completions."""
+"""About how many times in a run dashboards show completions."""
 
 
 class Reporter:
-    """Works on the main rank; on the other ranks its methods do nothing.
+    """Reports the steps of a run. All ranks may call it: on other ranks than the main one it does
+    nothing.
 
     Args:
-        first_step: steps that are already done; 0 for a new run.
-        newest_line: metrics of the last step, written if ``metrics.jsonl`` lacks them.
+        first_step: number of steps that are already done; 0 for a new run.
+        max_steps: number of steps of the whole run.
+        newest_line: metrics of the last step that is done. A kill may have come before they were
+            written to ``metrics.jsonl``; then they are written now.
         wandb_run_id: wandb's id of the interrupted run, if it had one.
     """
 
@@ -49,19 +51,23 @@ class Reporter:
         self._completions_every = logging.every * max(shown_steps // COMPLETIONS_PER_RUN, 1)
         self._dashboards: dict[str, Wandb | Trackio | TensorBoard] = {}
         self._completions: list[dict[str, Any]] = []
+        """Records of completions that dashboards have not got yet."""
         self._unsent: dict[str, Any] = {}
-        """Metrics of the last step, for the dashboards, until its evaluation is made."""
+        """Metrics of the last step, which dashboards get together with its evaluation."""
         self.hints = Hints()
-        """Sees the steps on the main rank alone."""
+        """Hints of the run so far; on the main rank alone."""
         if not is_main:
             return
 
+        # The run continues in its files as if it had not been interrupted.
         folder = Path(config.output_dir)
         self._completions_folder = folder / "completions"
         self._completions_folder.mkdir(parents=True, exist_ok=True)
         self._metrics = folder / "metrics.jsonl"
         self._intervals = folder / "intervals.jsonl"
-        last_step = first_step or -1  # the evaluation before training is made again
+        # A run that starts at step 0 makes the evaluation before training again: its line, that of
+        # step 0, goes too.
+        last_step = first_step or -1
         remove_steps_after(self._intervals, last_step)
         lines = remove_steps_after(self._metrics, last_step)
         if newest_line is not None:
@@ -69,8 +75,9 @@ class Reporter:
             if newest_line["step"] not in (line["step"] for line in lines):
                 append_line(self._metrics, newest_line)
                 lines.append(newest_line)
+        # The interrupted run has printed the hints of these steps.
         for line in lines:
-            self.hints.update(line)  # the interrupted run has printed these
+            self.hints.update(line)
 
         if logging.wandb != "disabled":
             self.wandb_run_id = wandb_run_id or uuid4().hex[:8]
@@ -81,8 +88,9 @@ class Reporter:
             self._start(TensorBoard, config, last_step + 1)
 
     def print(self, text: str) -> None:
-        """Print a line on the console, above the bars."""
+        """Print a line on the console, above the progress bars."""
         if self.is_main:
+            # Completions may hold control characters, which could rewrite the terminal.
             tqdm.write(printable(text))
             sys.stdout.flush()
 
@@ -92,25 +100,25 @@ class Reporter:
         total: int,
         unit: str = "tok",
     ) -> tqdm:
-        """A progress bar, shown on a terminal only. ``bar.update(n)`` adds n."""
+        """A progress bar, which is shown on a terminal only. ``bar.update(n)`` adds n."""
         return tqdm(
             total=total,
             desc=description,
             unit=unit,
             leave=False,
-            disable=None if self.is_main else True,  # None: shown if stderr is a terminal
+            # For tqdm None means: disabled unless stderr is a terminal.
+            disable=None if self.is_main else True,
         )
 
     def step(self, metrics: dict[str, Any], *, evaluation_follows: bool = False) -> None:
         """Write a step to ``metrics.jsonl``, show it on the console and on dashboards, and print
         hints.
 
-        Console and dashboards show the steps of :meth:`is_due`. There a metric that was not
-        computed is left out.
+        Console and dashboards show the steps of :meth:`is_due`, without metrics that were not
+        computed.
 
         Args:
-            evaluation_follows: dashboards get the step together with its evaluation: wandb takes
-                nothing more for a step that an interrupted run has sent.
+            evaluation_follows: dashboards get the step later, in :meth:`evaluation`.
         """
         if not self.is_main:
             return
@@ -120,6 +128,8 @@ class Reporter:
         if self.is_due(step):
             self._unsent = computed(metrics)
             self.print(console_line(self._unsent, self.max_steps))
+            # wandb ignores a second call for a step that an interrupted run has sent: so a step and
+            # its evaluation go in one call.
             if not evaluation_follows:
                 self._show(step, self._unsent)
         for hint in self.hints.update(metrics):
@@ -135,59 +145,69 @@ class Reporter:
         """Add an evaluation to the line of its step, and show it on the console and on dashboards.
 
         Args:
+            metrics: those of the evaluation.
             intervals: the 95% interval of each metric, for ``intervals.jsonl`` and the report.
+            seconds: duration of the evaluation.
         """
         if not self.is_main:
             return
-        timed: dict[str, Any] = {"step": step}
-        if step > 0:  # the evaluation before training is a phase of no step
-            timed["time/eval"] = seconds
-        timed |= metrics
-        add_to_step(self._metrics, timed)
-        add_to_step(self._intervals, {"step": step, **intervals})
-        timed = computed(timed)
-        self.print(evaluation_line(timed, self.max_steps))
-        self._show(step, self._unsent | timed)
+        line = {"step": step}
+        # The evaluation before training is a phase of no step.
+        if step > 0:
+            line["time/eval"] = seconds
+        line |= metrics
+        add_to_step(self._metrics, line)
+        add_to_step(self._intervals, {"step": step} | intervals)
+
+        shown = computed(line)
+        self.print(evaluation_line(shown, self.max_steps))
+        self._show(step, self._unsent | shown)
 
     def is_due(self, step: int) -> bool:
-        """True if the main rank shows a step, and keeps some completions; the same on every
+        """True if a step is shown and some of its completions are written; the same on every
         rank."""
         return step % self._every == 0 or step == self.max_steps
 
     def completions(self, step: int, records: list[dict[str, Any]]) -> None:
-        """Write some completions of a step to ``completions/step_<step>.parquet`` (see
-        ``grpo.telemetry.samples``)."""
+        """Write records of :mod:`grpo.telemetry.samples` to ``completions/step_<step>.parquet``,
+        and keep them for the dashboards."""
         if self.is_main and records:
-            write_samples(self._completions_folder / f"step_{step:06d}.parquet", records)
+            path = self._completions_folder / f"step_{step:06d}.parquet"
+            write_samples(path, records)
             self._completions = records
 
     def close(self) -> None:
+        """End the dashboards, after they have sent what is left."""
         for name, dashboard in list(self._dashboards.items()):
             self._guard(name, dashboard.finish)
 
     def _show(self, step: int, metrics: dict[str, Any]) -> None:
-        """Send a step to the dashboards, with the completions that belong to it."""
+        """Send a step to the dashboards, now and then with its completions."""
+        # Dashboards get the step as a number of its own: as a metric it would be one more chart.
         metrics = {name: value for name, value in metrics.items() if name != "step"}
         rows = []
         if step % self._completions_every == 0 or step == self.max_steps:
             rows = [table_row(record) for record in self._completions]
         self._completions = []
+        # A copy, since a dashboard that fails is removed.
         for name, dashboard in list(self._dashboards.items()):
             self._guard(name, dashboard.log, step, metrics, rows)
 
-    def _start(self, kind: type, *arguments: Any) -> None:
-        name = kind.__name__
-        dashboard = self._guard(name, kind, *arguments)
+    def _start(self, dashboard_class: type, *arguments: Any) -> None:
+        """Start a dashboard; one that fails is left out."""
+        name = dashboard_class.__name__
+        dashboard = self._guard(name, dashboard_class, *arguments)
         if dashboard is not None:
             self._dashboards[name] = dashboard
 
     def _guard(self, name: str, call: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a dashboard. A failure (no package, no server, a full disk) ends the dashboard, not
-        the training."""
+        """Return ``call(*arguments)`` of a dashboard; after a failure None."""
+        # A failure (no package, no server, a full disk) ends the dashboard, not the training.
         try:
             return call(*arguments)
         except Exception as error:
             self.print(
-                f"warning: {name} stopped ({first_line(error)}); metrics.jsonl still gets every metric"
+                f"warning: {name} stopped ({first_line(error)}); "
+                "metrics.jsonl still gets every metric"
             )
             self._dashboards.pop(name, None)

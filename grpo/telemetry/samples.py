@@ -1,8 +1,8 @@
-"""Completions that a run writes to ``completions/``: a Parquet file per step, with rewards and
-log-probs of tokens.
+"""Completions that a run writes to ``completions/``, with their rewards and the log-probs of their
+tokens: a Parquet file per step.
 
-Shapes: ``P`` problems, ``G`` completions each, ``F`` reward functions, ``B`` kept rows, ``T``
-completion tokens."""
+Shapes: ``P`` problems, ``G`` completions each, ``F`` reward functions, ``B`` completions that are
+written, ``T`` completion tokens."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -31,14 +31,21 @@ def sample_records(
     ref_logprobs_BT: Tensor | None,
     decode: Callable[[list[int]], str],
 ) -> list[dict[str, Any]]:
-    """``B`` completions of a step as records.
+    """Records of ``B`` completions of a step, one for each row of the Parquet file.
 
-    Args: groups: ``answer`` of a record is the problem's column of that name; None where the
-        problem has none. names: of the reward functions. rows: of each record the positions in
-        ``P`` and ``G``. logprobs_BT: log-probs of each completion's tokens before the step: the old
-        log-probs of the loss. updated_logprobs_BT: the same after the step's updates.
-        ref_logprobs_BT: the same under the reference model; None without one. decode: turns token
-        ids into text.
+    Args:
+        groups: problems and completions of the step on this rank. The column ``answer`` of a
+            problem, if it has one, is in its records.
+        values_PGF: ``[P, G, F]`` values of the reward functions.
+        rewards_PG: ``[P, G]`` rewards, the weighted sums of these values.
+        advantages_PG: ``[P, G]`` advantages.
+        names: names of the reward functions.
+        rows: places ``(p, g)`` of the completions in ``groups``.
+        step: number of the step.
+        logprobs_BT: ``[B, T]`` log-probs in nats before the step, the old log-probs of the loss.
+        updated_logprobs_BT: ``[B, T]`` log-probs after the updates of the step.
+        ref_logprobs_BT: ``[B, T]`` log-probs under the reference model; None without one.
+        decode: turns token ids into text.
     """
     logprobs = {
         "logprobs": logprobs_BT,
@@ -62,13 +69,16 @@ def sample_records(
             "length": len(completion.ids),
             "finished": completion.finished,
             "token_ids": list(completion.ids),
+            # Each token alone: the report colours them one by one.
             "tokens": [decode([token]) for token in completion.ids],
             "logged": _text(completion.logged),
         }
-        for name, values_BT in logprobs.items():
-            record[name] = None if values_BT is None else _of_sampled(values_BT[b], completion)
+        for name, logprobs_BT in logprobs.items():
+            record[name] = None
+            if logprobs_BT is not None:
+                record[name] = _at_sampled_tokens(logprobs_BT[b], completion)
         if isinstance(completion, MultiTurnCompletion):
-            # None where the model wrote all tokens, as in a run without turns.
+            # The mask is empty, and the column None, if the model sampled all tokens.
             record["sampled"] = list(completion.loss_mask) or None
             record["messages"] = _text(completion.messages)
             record["stop_reason"] = completion.stop_reason
@@ -77,17 +87,20 @@ def sample_records(
 
 
 def _text(value: Any) -> str | None:
-    """A value as text, lists and mappings as JSON; ``?`` in place of broken Unicode, which Parquet
-    cannot hold."""
+    """A value as text; anything but text as JSON. None stays None."""
     if value is None:
         return None
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-    return text.encode("utf-8", "replace").decode("utf-8")
+    text = value
+    if not isinstance(value, str):
+        text = json.dumps(value, ensure_ascii=False, default=str)
+    # Half of a surrogate pair has no UTF-8, which Parquet needs: it becomes a question mark.
+    encoded = text.encode("utf-8", "replace")
+    return encoded.decode("utf-8")
 
 
-def _of_sampled(values_T: Tensor, completion: Completion) -> list[float | None]:
-    """The values of the tokens that the model sampled, None at those that a tool or environment
-    wrote."""
+def _at_sampled_tokens(values_T: Tensor, completion: Completion) -> list[float | None]:
+    """The values ``[T]`` as a list without the padding: None at the tokens that a tool or
+    environment wrote, for which the policy's log-probs mean nothing."""
     values = values_T[: len(completion.ids)].tolist()
     for t, is_sampled in enumerate(completion.loss_mask):
         if not is_sampled:
@@ -96,10 +109,12 @@ def _of_sampled(values_T: Tensor, completion: Completion) -> list[float | None]:
 
 
 def write_samples(path: str | Path, records: Sequence[dict[str, Any]]) -> None:
-    """Write one row per record."""
+    """Write a Parquet file with one row per record."""
     table = pyarrow.Table.from_pylist(records)
+    # The report may read the folder while the run writes.
     write_atomically(
-        path, lambda temporary: pyarrow.parquet.write_table(table, temporary, compression="zstd")
+        path,
+        lambda file: pyarrow.parquet.write_table(table, file, compression="zstd"),
     )
 
 

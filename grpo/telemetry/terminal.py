@@ -1,4 +1,4 @@
-"""Errors that the user can fix."""
+"""Errors that the user can fix, on the terminal."""
 
 import signal
 import sys
@@ -9,27 +9,31 @@ from grpo.system import printable
 
 
 def print_user_error(error: BaseException) -> None:
-    """Print an error on stderr, without a traceback; each line of its message starts with ``error:
-    ``."""
+    """Print an error on stderr without a traceback. Each line of its message gets the prefix
+    ``error:``."""
     for line in printable(str(error)).splitlines():
         print(f"error: {line}", file=sys.stderr, flush=True)
 
 
 def exit_with_user_error(error: BaseException, world: World | None) -> int:
-    """Print an error once across ranks. With one rank, return the code 2 (130 after Ctrl-C); else
-    end the process.
+    """Print an error once, and end this process if it is one of several ranks.
 
-    Connected ranks all know the error, and rank 0 prints it. If the ranks are not connected yet
-    (``world`` is None), the first rank of each machine prints, and a rank that fails alone prints
-    too."""
+    Args:
+        world: the connected ranks, which all have the same error: rank 0 prints it. None if the
+            ranks are not connected yet: each prints its own error, the first of a machine at once,
+            the others if they still run two seconds later.
+
+    Returns:
+        The exit code, 2 (130 after Ctrl-C), if there is one rank.
+    """
     rank, _, local_rank, _ = launch_environment()
     is_first = (local_rank if world is None else rank) == 0
     if not is_first:
-        time.sleep(
-            2
-        )  # torchrun ends all ranks as soon as one ends: leave time for the rank that prints
+        # torchrun ends all ranks as soon as one ends: the first one needs time to print.
+        time.sleep(2)
     if is_first or world is None:
         print_user_error(error)
+    # The shell's code for a program that a signal has ended.
     code = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 2
     if world is not None and not world.is_single_process:
         world.exit_now(code)

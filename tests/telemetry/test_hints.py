@@ -3,10 +3,10 @@
 import pytest
 from conftest import ROOT
 
-from grpo.telemetry.hints import RULES, Hints
+from grpo.telemetry.hints import HINT_RULES, Hints
 
 HEALTHY = {"reward": 0.5}
-for rule in RULES:
+for rule in HINT_RULES:
     HEALTHY[rule.metric] = rule.below * 2 if rule.below > 0 else rule.above / 2
 NAN = float("nan")
 
@@ -68,7 +68,7 @@ def test_rules_and_limits_are_those_of_the_document():
     )
     rows = [row.strip("| ").split(" | ") for row in table.splitlines() if row.startswith("| ")][1:]
     expected = []
-    for rule in RULES:
+    for rule in HINT_RULES:
         limit = f"below {rule.below:g}" if rule.below > 0 else f"above {rule.above:g}"
         expected.append([rule.name, f"`{rule.metric}` {limit}"])
     assert rows == expected
