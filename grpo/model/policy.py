@@ -46,8 +46,8 @@ class Policy:
     unreached: dict[str, nn.Parameter] = field(default_factory=dict)
     """Parameters that :func:`freeze_unreached` has frozen, by name. Checkpoints hold them, too."""
     is_llama: bool = False
-    """True if the decode step that is written out for Llama's architecture computes the same as the
-    model; :func:`grpo.rollout.check_model` sets it."""
+    """True if the decode step that is written out for Llama's architecture gives this model's
+    logits; :func:`grpo.rollout.check_model` sets it."""
 
     @property
     def trained(self) -> Any:
@@ -68,8 +68,8 @@ class Policy:
         """Raise a UserError if a prompt and a completion of ``max_length`` tokens together exceed
         the context."""
         context = self.context_length
-        # A completion that exceeds the context alone is refused at the start of a run, so that it
-        # is no fault of the prompt.
+        # The start of a run has refused a max_length that exceeds the context alone, which is no
+        # fault of the prompt.
         if context is not None and max_length < context < prompt_length + max_length:
             raise UserError(
                 f"a prompt of {prompt_length} tokens and a completion of up to {max_length} "

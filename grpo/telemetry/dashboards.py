@@ -70,7 +70,7 @@ class Wandb(Service):
         run_id: str | None,
         print_line: Callable[[str], None],
     ):
-        # Training waits for the server's answer before each table, so not for long.
+        # Before each table training waits for an answer of the server: this bounds the wait.
         os.environ.setdefault("WANDB_HTTP_TIMEOUT", "8")
         import wandb
 

@@ -18,7 +18,7 @@ import torch
 from grpo.system import sync, write_atomically
 
 LOGGED_PREFIX = "logged/"
-"""Begins the names of the metrics that reward functions log, which might be names of others."""
+"""Prefix of the metrics that reward functions log: their names might be those of other metrics."""
 
 
 def append_line(path: Path, line: dict[str, Any]) -> None:
@@ -47,8 +47,7 @@ def add_to_step(path: Path, line: dict[str, Any]) -> None:
     """Add ``line`` to the object of its step if that is the last one; else append it."""
     steps = read_lines(path)
     if steps and steps[-1]["step"] == line["step"]:
-        # The file is written again, since the numbers of an evaluation that is made a second time
-        # replace the first ones.
+        # If an evaluation is made a second time, its new numbers count.
         line = steps[-1] | line
         remove_steps_after(path, line["step"] - 1)
     append_line(path, line)
@@ -58,11 +57,9 @@ def remove_steps_after(path: Path, last_step: int) -> list[dict[str, Any]]:
     """Remove the objects of later steps, which a resumed run writes again, and return the
     others."""
     steps = [line for line in read_lines(path) if line["step"] <= last_step]
-    text = ""
-    for line in steps:
-        text += json.dumps(line) + "\n"
+    lines = [json.dumps(line) + "\n" for line in steps]
     # A kill leaves the old file or the new one.
-    write_atomically(path, text)
+    write_atomically(path, "".join(lines))
     return steps
 
 
@@ -76,7 +73,11 @@ def is_computed(value: float | None) -> bool:
 
 def computed(metrics: dict[str, Any]) -> dict[str, Any]:
     """Those of the metrics that were computed."""
-    return {name: value for name, value in metrics.items() if is_computed(value)}
+    numbers = {}
+    for name, value in metrics.items():
+        if is_computed(value):
+            numbers[name] = value
+    return numbers
 
 
 def json_safe(value: Any) -> Any:
@@ -99,8 +100,8 @@ def environment(world_size: int) -> dict[str, Any]:
     if torch.cuda.is_available():
         device = torch.cuda.get_device_name(0)
     folder = shlex.quote(str(Path(__file__).parent))
-    # The commit's full hash, never a tag, with -dirty if files have changed since. On a slow disk
-    # git may take minutes to see that.
+    # The commit's full hash, never a tag, with -dirty if files have changed since. Seeing that may
+    # take git minutes on a slow disk.
     describe = (
         f"timeout 10 git -C {folder} describe --always --dirty --abbrev=40 --exclude='*' "
         "2>/dev/null"

@@ -73,10 +73,10 @@ def sample_records(
             "tokens": [decode([token]) for token in completion.ids],
             "logged": _text(completion.logged),
         }
-        for name, logprobs_BT in logprobs.items():
+        for name, values_BT in logprobs.items():
             record[name] = None
-            if logprobs_BT is not None:
-                record[name] = _at_sampled_tokens(logprobs_BT[b], completion)
+            if values_BT is not None:
+                record[name] = _at_sampled_tokens(values_BT[b], completion)
         if isinstance(completion, MultiTurnCompletion):
             # The mask is empty, and the column None, if the model sampled all tokens.
             record["sampled"] = list(completion.loss_mask) or None

@@ -309,6 +309,7 @@ class VLLMEngine:
                         tuple(logprobs),
                         loss_mask=() if all(loss_mask) else tuple(loss_mask),
                     )
+                # The policy did not sample these tokens: they are context, and not trained.
                 ids += answer
                 loss_mask += [False] * len(answer)
                 logprobs += [0.0] * len(answer)

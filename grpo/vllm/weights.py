@@ -31,8 +31,8 @@ class WeightsFolder:
     read."""
 
     def __init__(self, parent: str):
-        # By host and process a later run sees whether the folder is in use; the rest tells
-        # engines of one process apart.
+        # From host and process a later run sees whether the folder is still in use. The suffix
+        # tells engines of one process apart.
         self.prefix = f"grpo-{socket.gethostname()}-"
         suffix = uuid.uuid4().hex[:8]
         name = f"{self.prefix}{os.getpid()}-{suffix}"
