@@ -22,10 +22,12 @@ FAULTY = ROOT / "tests" / "faults" / "faulty.py"
 class Started:
     """A run under way, whose output goes to a file beside the output folder.
 
-    Args: fault: see ``faulty.py``. launcher: set a launcher's variables also for a single rank.
+    Args:
+        fault: see ``faulty.py``.
+        launcher: set a launcher's variables also for a single rank.
         torchrun: a new interpreter, under torchrun with these options if there are several ranks
-        (``processes_of``
-            finds such a run's processes). Without it the ranks are forks (see ``processes.py``).
+            (``processes_of`` finds such a run's processes). Without it the ranks are forks (see
+            ``processes.py``).
     """
 
     def __init__(
