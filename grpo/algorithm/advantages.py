@@ -1,7 +1,7 @@
 """Advantages from rewards: by how much each completion was better than the others of its group.
 
     P   problems                          rewards_PG    one number per completion; NaN: not scored
-    G   completions of each problem       values_PGF    what each reward function gave
+    G   completions of each problem       values_PGF    the value of each reward function
     F   reward functions                  sums_1B       a batch as one group of B = P*G
 
 A suffix of ``1`` is an axis of size 1, which broadcasts. All functions are pure, and compute at
@@ -19,30 +19,29 @@ from grpo.algorithm.choices import (
     Scale,
     check_choice,
     check_returned,
-    equal_rewards_have_gradient,
 )
 
 UserAdvantages = Callable[[Tensor, Tensor], Tensor]
-"""Advantages of a user's: ``fn(rewards_PG, values_PGF) -> advantages_PG``, the same result on all
-ranks.
+"""A user's function ``fn(rewards_PG, values_PGF) -> advantages_PG``.
 
-``rewards_PG`` and the values of each reward function are those of all ranks, fp32, and NaN where
-there is no score."""
-CANCELLED = 1e-5
-"""In ``normalize_then_sum`` a sum below this share of its terms' absolute values is a rounding
-error, counted as 0."""
+Rewards and the values of the reward functions are those of all ranks, fp32, NaN where there is no
+score. Every rank calls the function, and must get the same result."""
+
+GDPO_ROUNDING_ERROR = 1e-5
+"""Largest rounding error of a term in :func:`normalize_then_sum`, as a fraction of the term."""
+# The difference of a value to the mean magnifies the value's own rounding error (2^-24, or 6e-8) by
+# |value| / std. 1e-5 allows for values that are 100 times as large as their spread.
 
 
 def values_compared(
     values_PGF: Tensor,
     weights: Sequence[float],
-    multi_objective_aggregation: MultiObjectiveAggregation = "sum_then_normalize",
+    multi_objective_aggregation: MultiObjectiveAggregation,
 ) -> Tensor:
-    """The numbers whose differences within a group give advantages.
+    """Return the numbers whose differences within a group give its advantages.
 
-    Returns:
-        ``[P, G]`` rewards; with ``normalize_then_sum`` the ``[P, G, F]`` values of each function
-        that has a weight.
+    They are the rewards ``[P, G]``, or with ``normalize_then_sum`` the values ``[P, G, F]`` of all
+    functions whose weight is not 0.
     """
     if multi_objective_aggregation == "normalize_then_sum":
         has_weight_F = torch.tensor(weights) != 0
@@ -51,22 +50,21 @@ def values_compared(
 
 
 def weighted_sum(values_PGF: Tensor, weights: Sequence[float]) -> Tensor:
-    """``[P, G]`` weighted sum of the reward functions' values that are not NaN; NaN where all
-    values with a weight are.
+    """Rewards ``[P, G]``: the weighted sum of the reward functions' values.
 
-    A sum that is no larger than the rounding errors of its terms in fp32 is 0: 0.9 * 1 - 0.3 * 3 is
-    no negative reward.
+        r_i = sum_f  weight_f * value_if        over the functions f that gave a value
+
+    The reward is NaN (not scored) if no function with a weight gave a value.
     """
     weights_F = torch.tensor(weights)
     terms_PGF = values_PGF.nan_to_num(0.0) * weights_F
-    rewards_PG = terms_PGF.sum(dim=-1)
 
-    # Half a unit in the last place (2^-24) each for the value, the weight and their product, and
-    # for every addition.
-    error_of_a_term = (len(weights_F) + 2) * 2**-24
-    rounding_PG = (terms_PGF.abs() * error_of_a_term).sum(dim=-1)
-    rewards_PG = rewards_PG.masked_fill(rewards_PG.abs() <= rounding_PG, 0.0)
-    return rewards_PG.masked_fill(_is_unscored(values_PGF, weights_F), torch.nan)
+    # Rounding must not make a reward of 0 a negative one (0.9 * 1 - 0.3 * 3), which would end a run
+    # with scale="mean", or two equal rewards unequal. In fp32 a value, its weight and their product
+    # are rounded, and the sum at each of F - 1 additions, by half a unit in the last place (2^-24).
+    F = len(weights_F)
+    rounding_error = (3 + F - 1) * 2**-24
+    return _sum_of_terms(terms_PGF, rounding_error, values_PGF, weights_F)
 
 
 def group_advantages(
@@ -76,26 +74,34 @@ def group_advantages(
     scale: Scale = "group",
     eps: float = 1e-4,
 ) -> Tensor:
-    """The advantage of each completion: ``A = (reward - baseline) / scale``.
+    """Advantage of each completion over the others of its group.
 
-    GRPO (DeepSeekMath, section 4.1) subtracts the group's mean and divides by the group's standard
-    deviation; Dr. GRPO does not divide; RLOO subtracts the mean of the group's other completions;
-    MaxRL divides by the group's mean.
+        A_i = (r_i - b_i) / s       for the completions i = 1 .. G of a problem
+
+        baseline         b_i                               scale     s
+        mean             1/G sum_j r_j                     group     std(r_1 .. r_G) + eps
+        leave_one_out    1/(G-1) sum_{j != i} r_j          batch     std(all rewards) + eps
+        none             0                                 mean      1/G sum_j r_j + eps
+                                                           none      1
+
+        std(r_1 .. r_n) = sqrt( 1/(n-1) sum_j (r_j - mean)^2 )
+
+    mean / group: GRPO (DeepSeekMath, arXiv 2402.03300, section 4.1). mean / none: Dr. GRPO (arXiv
+    2503.20783). mean / batch: Lite PPO (arXiv 2508.08221). mean / mean: MaxRL (arXiv 2602.02710).
+    leave_one_out / none: RLOO (arXiv 2402.14740).
+
+    Beyond the papers, a completion that could not be scored (NaN) gets 0 and does not influence the
+    others: G above counts the scored ones.
 
     Args:
-        rewards_PG: ``[P, G]`` rewards, NaN for a completion that could not be scored. With
-            ``scale="batch"`` those of all ranks, because one standard deviation over all of them is
-            the divisor.
-        baseline: ``mean`` of the group; ``leave_one_out``: mean of the group's other completions;
-            ``none``: 0.
-        scale: standard deviation (n - 1) of the ``group`` or the ``batch``, or the group's
-            ``mean``; ``none``: 1.
-        eps: added to the standard deviation or mean, in units of reward.
+        rewards_PG: ``[P, G]`` rewards. With ``scale="batch"`` those of all ranks.
+        baseline: see above.
+        scale: see above. Rewards must not be negative with ``mean``.
+        eps: in units of reward.
 
     Returns:
-        ``[P, G]`` advantages, fp32 or wider. A completion that could not be scored gets 0 and does
-        not influence the others. Where all rewards of a group (with ``scale="batch"``: of the
-        batch) are equal, it is exactly 0.
+        ``[P, G]`` advantages, fp32 or wider. They are exactly 0 where all rewards of a group (with
+        ``scale="batch"``: of the batch) are equal.
 
     Raises:
         ValueError: if the shape is not ``[P, G]``, a reward is infinite, or negative with
@@ -103,42 +109,45 @@ def group_advantages(
             completion has nothing to be compared with).
     """
     _check(rewards_PG, baseline, scale)
-    # At least fp32: half precision would round away the small differences that the advantages are
-    # made of.
+    # Half precision would round away the small differences that advantages are made of.
     dtype = torch.promote_types(rewards_PG.dtype, torch.float32)
     # In fp32 the squares of rewards above 1e19 would be infinite, and all their advantages 0.
     rewards_PG = rewards_PG.double()
     is_scored_PG = ~rewards_PG.isnan()
     rewards_PG = rewards_PG.masked_fill(~is_scored_PG, 0.0)
-    is_zero_PG = ~is_scored_PG
-
-    # Equal rewards must give exactly 0. Computed, they would give a rounding error divided by eps.
-    if baseline != "none" or scale == "group":
-        is_zero_PG = is_zero_PG | _all_equal(rewards_PG, is_scored_PG)
-
-    # Only the difference teaches: a problem that is easy for the policy is no merit of a
-    # completion.
     mean_P1 = _mean(rewards_PG, is_scored_PG)
-    advantages_PG = rewards_PG
-    if baseline == "mean":
-        advantages_PG = rewards_PG - mean_P1
-    elif baseline == "leave_one_out":
-        sum_of_others_PG = rewards_PG.sum(dim=1, keepdim=True) - rewards_PG
-        num_others_P1 = is_scored_PG.sum(dim=1, keepdim=True) - 1
-        advantages_PG = rewards_PG - sum_of_others_PG / num_others_P1.clamp(min=1)
 
-    # Dividing by the spread makes problems alike on which rewards differ much and little.
+    # b: an easy problem is no merit of a completion. A baseline that does not depend on the
+    # completion lowers the variance of the gradient, and keeps its expectation. The mean does
+    # depend: r_i - mean is (G - 1) / G of the difference to the others' mean.
+    b_PG = torch.zeros_like(rewards_PG)
+    if baseline == "mean":
+        b_PG = mean_P1.expand_as(rewards_PG)
+    elif baseline == "leave_one_out":
+        sum_of_others_PG = _sum(rewards_PG) - rewards_PG
+        num_others_P1 = _sum(is_scored_PG) - 1
+        b_PG = sum_of_others_PG / num_others_P1.clamp(min=1)
+
+    # s: in units of the spread, problems on which rewards differ much and little count alike.
+    s_P1 = torch.ones_like(mean_P1)
+    is_zero_PG = ~is_scored_PG
     if scale == "group":
-        advantages_PG = advantages_PG / (_std(rewards_PG, is_scored_PG) + eps)
+        s_P1 = _std(rewards_PG, is_scored_PG) + eps
     elif scale == "batch":
         rewards_1B = rewards_PG.reshape(1, -1)
         is_scored_1B = is_scored_PG.reshape(1, -1)
-        advantages_PG = advantages_PG / (_std(rewards_1B, is_scored_1B) + eps)
-        is_zero_PG = is_zero_PG | _all_equal(rewards_1B, is_scored_1B)
+        s_P1 = _std(rewards_1B, is_scored_1B) + eps
+        is_zero_PG = is_zero_PG | _are_equal(rewards_1B, is_scored_1B)
     elif scale == "mean":
-        advantages_PG = advantages_PG / (mean_P1 + eps)
-        # Without eps it would be 0 / 0.
+        s_P1 = mean_P1 + eps
+        # Rewards of 0 alone: without eps it would be 0 / 0.
         is_zero_PG = is_zero_PG | (mean_P1 == 0)
+
+    # Equal rewards must give exactly 0. Computed, they would give a rounding error divided by eps.
+    if baseline != "none" or scale == "group":
+        is_zero_PG = is_zero_PG | _are_equal(rewards_PG, is_scored_PG)
+
+    advantages_PG = (rewards_PG - b_PG) / s_P1
     return advantages_PG.masked_fill(is_zero_PG, 0.0).to(dtype)
 
 
@@ -148,18 +157,24 @@ def normalize_then_sum(
     *,
     eps: float = 1e-4,
 ) -> Tensor:
-    """``[P, G]`` advantages of GDPO: reward functions are normalised one by one, so that a wide
-    spread drowns no other.
+    """Advantages ``[P, G]`` of GDPO (arXiv 2601.05242): each reward function is normalised alone.
 
-    For each function ``(value - mean) / (std + eps)`` over the group, as by
-    :func:`group_advantages`; their sum with ``weights``; then ``(sum - mean) / (std + eps)`` over
-    the whole batch (GDPO, arXiv 2601.05242). A group whose values are equal in every function gets
-    exactly 0, and so does a batch in which the functions cancel each other out.
+        S_i = sum_f  weight_f * (v_if - mean(v_f)) / (std(v_f) + eps)       over the group
+        A_i = (S_i - mean(S)) / (std(S) + eps)                              over the batch
 
-    ``values_PGF`` are those of all ranks. A NaN does not influence the others; a completion without
-    a value of any function with a weight gets 0.
+    In a sum of rewards, a function with a wide spread would drown the others.
+
+    Args:
+        values_PGF: ``[P, G, F]`` values of the reward functions, of all ranks. A NaN does not
+            influence the others.
+        weights: the weight of each function.
+        eps: added to each standard deviation.
+
+    Returns:
+        ``[P, G]`` advantages, fp32 or wider. They are exactly 0 for a completion without a value of
+        any function with a weight, for a group whose values are equal in every function, and for a
+        batch in which the functions cancel each other out.
     """
-    # Each function alone, in units of its own spread.
     weights_F = torch.tensor(weights, dtype=torch.double)
     normalized = []
     for values_PG in values_PGF.double().unbind(dim=-1):
@@ -168,27 +183,33 @@ def normalize_then_sum(
 
     # Functions that cancel each other out leave a rounding error, which must not become the unit of
     # the advantages.
-    sums_PG = terms_PGF.sum(dim=-1)
-    rounding_PG = CANCELLED * terms_PGF.abs().sum(dim=-1)
-    sums_PG = sums_PG.masked_fill(sums_PG.abs() <= rounding_PG, 0.0)
-    sums_PG = sums_PG.masked_fill(_is_unscored(values_PGF, weights_F), torch.nan)
+    sums_PG = _sum_of_terms(terms_PGF, GDPO_ROUNDING_ERROR, values_PGF, weights_F)
 
-    # The sums are normalised over the whole batch, as one group.
+    # The batch is normalised as if it were one group.
     sums_1B = sums_PG.view(1, -1)
-    advantages_PG = group_advantages(sums_1B, eps=eps).view(sums_PG.shape)
-    teaches_P = terms_PGF.flatten(1).ne(0).any(dim=1)
-    advantages_PG = advantages_PG.masked_fill(~teaches_P[:, None], 0.0)
-    return advantages_PG.to(torch.promote_types(values_PGF.dtype, torch.float32))
+    advantages_1B = group_advantages(sums_1B, eps=eps)
+    advantages_PG = advantages_1B.view(sums_PG.shape)
+
+    # The mean of the batch is 0 but for rounding, and a group of equal values would get that.
+    has_terms_P = terms_PGF.flatten(1).any(dim=1)
+    advantages_PG = advantages_PG.masked_fill(~has_terms_P[:, None], 0.0)
+    dtype = torch.promote_types(values_PGF.dtype, torch.float32)
+    return advantages_PG.to(dtype)
 
 
 def call_user_advantages(
     function: UserAdvantages, rewards_PG: Tensor, values_PGF: Tensor
 ) -> Tensor:
-    """``[P, G]`` fp32, 0 where a completion has no reward; ValueError on another shape or infinite
-    values."""
+    """Return the advantages ``[P, G]`` of a user's function, fp32, 0 where there is no reward.
+
+    Raises:
+        ValueError: if it returned another shape, or a number that is not finite.
+    """
+    # Copies, because the function may change them, and the metrics report them later.
     advantages_PG = function(rewards_PG.clone(), values_PGF.clone())
     check_returned("algorithm.advantages", advantages_PG, rewards_PG.shape)
-    advantages_PG = advantages_PG.detach().float().masked_fill(rewards_PG.isnan(), 0.0)
+    advantages_PG = advantages_PG.detach().float()
+    advantages_PG = advantages_PG.masked_fill(rewards_PG.isnan(), 0.0)
     if not advantages_PG.isfinite().all():
         raise ValueError(
             f"algorithm.advantages must return finite numbers, got {advantages_PG.tolist()}"
@@ -197,25 +218,26 @@ def call_user_advantages(
 
 
 def has_equal_rewards(rewards_PG: Tensor) -> Tensor:
-    """``[P]`` True where a group's rewards are equal, or none is a number; of ``[P, G, F]`` those
-    of each function."""
-    are_equal_P1 = _all_equal(rewards_PG, ~rewards_PG.isnan())
+    """Return ``[P]`` True for each group whose scored rewards are equal, or that has none.
+
+    Of values ``[P, G, F]`` those of every function must be equal.
+    """
+    are_equal_P1 = _are_equal(rewards_PG, ~rewards_PG.isnan())
     return are_equal_P1.flatten(1).all(dim=1)
 
 
 def has_no_advantage(rewards_PG: Tensor, *, baseline: Baseline, scale: Scale) -> Tensor:
-    """``[P]`` True where all advantages of a group are 0, whatever the rewards of the other groups
-    are.
-
-    Those of equal rewards are, except that without a baseline an advantage is a multiple of its
-    reward.
-    """
-    if equal_rewards_have_gradient(baseline, scale):
-        return rewards_PG.nan_to_num(0.0).eq(0).all(dim=1)
+    """Return ``[P]`` True for each group whose advantages are all 0, whatever other groups get."""
+    # Without a baseline, an advantage is the reward itself times a factor. But a group's standard
+    # deviation is 0 for equal rewards, and such advantages are set to 0.
+    if baseline == "none" and scale != "group":
+        has_reward_PG = rewards_PG.nan_to_num(0.0) != 0
+        return ~has_reward_PG.any(dim=1)
     return has_equal_rewards(rewards_PG)
 
 
 def _check(rewards_PG: Tensor, baseline: str, scale: str) -> None:
+    """Raise the errors of :func:`group_advantages`."""
     if rewards_PG.dim() != 2:
         raise ValueError(f"expected rewards of shape [P, G], got {tuple(rewards_PG.shape)}")
     check_choice("baseline", baseline, Baseline)
@@ -224,39 +246,69 @@ def _check(rewards_PG: Tensor, baseline: str, scale: str) -> None:
         raise ValueError(
             f"baseline={baseline} compares a completion with itself: use G >= 2 or baseline='none'"
         )
+    # The mean of an infinite reward would make the advantages of its whole group NaN.
     if rewards_PG.isinf().any():
         raise ValueError(f"rewards must be finite or NaN, got {rewards_PG.tolist()}")
+    # A negative mean would turn the sign of all advantages of a group.
     if scale == "mean" and (rewards_PG < 0).any():
         lowest = rewards_PG.nan_to_num().min().item()
         raise ValueError(
-            "algorithm.scale=mean (MaxRL) divides by the mean reward of a group, so rewards must not be negative, "
-            f"got {lowest:g}: change the rewards or their weights, or take algorithm.scale=group"
+            "algorithm.scale=mean (MaxRL) divides by the mean reward of a group, so rewards must "
+            f"not be negative, got {lowest:g}: change the rewards or their weights, or take "
+            "algorithm.scale=group"
         )
 
 
-def _is_unscored(values_PGF: Tensor, weights_F: Tensor) -> Tensor:
-    """``[P, G]`` True where no function that has a weight gave a value."""
+def _sum_of_terms(
+    terms_PGF: Tensor,
+    rounding_error: float,
+    values_PGF: Tensor,
+    weights_F: Tensor,
+) -> Tensor:
+    """Sum ``[P, G]`` of the terms; NaN where no function with a weight gave a value.
+
+    A sum is 0 if its terms' rounding errors, each that fraction of its term, could be all of it.
+    """
+    sums_PG = terms_PGF.sum(dim=-1)
+    # Errors are added up, not terms: the sum of large terms would overflow fp32.
+    errors_PGF = terms_PGF.abs() * rounding_error
+    is_rounding_PG = sums_PG.abs() <= errors_PGF.sum(dim=-1)
+    sums_PG = sums_PG.masked_fill(is_rounding_PG, 0.0)
+
     is_missing_PGF = values_PGF.isnan() | (weights_F == 0)
-    return is_missing_PGF.all(dim=-1)
+    is_unscored_PG = is_missing_PGF.all(dim=-1)
+    return sums_PG.masked_fill(is_unscored_PG, torch.nan)
 
 
-def _all_equal(values_PG: Tensor, is_scored_PG: Tensor) -> Tensor:
-    """``[P, 1]`` True where the scored values of a group are all equal or none is scored."""
-    highest_P1 = values_PG.masked_fill(~is_scored_PG, -torch.inf).amax(dim=1, keepdim=True)
-    lowest_P1 = values_PG.masked_fill(~is_scored_PG, torch.inf).amin(dim=1, keepdim=True)
+def _are_equal(values_PG: Tensor, is_scored_PG: Tensor) -> Tensor:
+    """Return ``[P, 1]`` True where the scored values of a group are equal, or there are none."""
+    is_unscored_PG = ~is_scored_PG
+    at_most_PG = values_PG.masked_fill(is_unscored_PG, -torch.inf)
+    at_least_PG = values_PG.masked_fill(is_unscored_PG, torch.inf)
+    highest_P1 = at_most_PG.amax(dim=1, keepdim=True)
+    lowest_P1 = at_least_PG.amin(dim=1, keepdim=True)
+    # Not `==`: of no values the highest is -inf and the lowest inf.
     return highest_P1 <= lowest_P1
 
 
+def _sum(values_PG: Tensor) -> Tensor:
+    """Sum ``[P, 1]`` over each group."""
+    return values_PG.sum(dim=1, keepdim=True)
+
+
 def _mean(values_PG: Tensor, is_scored_PG: Tensor) -> Tensor:
-    """``[P, 1]`` mean of the scored values of each group; the others must be 0."""
-    count_P1 = is_scored_PG.sum(dim=1, keepdim=True)
-    return values_PG.sum(dim=1, keepdim=True) / count_P1.clamp(min=1)
+    """Mean ``[P, 1]`` of the scored values of each group; the others must be 0."""
+    count_P1 = _sum(is_scored_PG)
+    return _sum(values_PG) / count_P1.clamp(min=1)
 
 
 def _std(values_PG: Tensor, is_scored_PG: Tensor) -> Tensor:
-    """``[P, 1]`` standard deviation (n - 1) of the scored values of each group; the others must be
-    0."""
-    count_P1 = is_scored_PG.sum(dim=1, keepdim=True)
-    squares_PG = (values_PG - _mean(values_PG, is_scored_PG)) ** 2
-    sum_P1 = squares_PG.masked_fill(~is_scored_PG, 0.0).sum(dim=1, keepdim=True)
-    return (sum_P1 / (count_P1 - 1).clamp(min=1)).sqrt()
+    """Standard deviation ``[P, 1]`` (n - 1) of the scored values; the others must be 0."""
+    deviations_PG = values_PG - _mean(values_PG, is_scored_PG)
+    squares_PG = deviations_PG**2
+    # An unscored 0 deviates from the mean, too.
+    squares_PG = squares_PG.masked_fill(~is_scored_PG, 0.0)
+    # As the n deviations add up to 0, n - 1 of them are free. A single value has the deviation 0.
+    num_free_P1 = _sum(is_scored_PG) - 1
+    variance_P1 = _sum(squares_PG) / num_free_P1.clamp(min=1)
+    return variance_P1.sqrt()

@@ -4,8 +4,8 @@
     G   completions of each problem       S   tokens of the longest prompt and completion
     B   rows, P*G of them                 M   minibatches of n rows
 
-Masks are made here and nowhere else, and from lengths: a token's value never says whether it is
-padding.
+A mask m_bt is 1 at the tokens of completion b that count, else 0. Masks are made here and nowhere
+else, and from lengths: a token's value never says whether it is padding.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,6 +20,12 @@ from torch.types import Device
 IGNORE_INDEX = -100
 """Label of positions that are not scored, as in PyTorch's ``cross_entropy``."""
 
+MAX_PROMPT_KEYS_PER_TOKEN = 8
+"""Most prompt tokens that the rows of a packed micro-batch attend to, for each token of its size.
+
+The backward pass stores a prompt's keys and values once per row. With short completions this is
+most of the memory, and the number of computed tokens does not show it."""
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -32,11 +38,11 @@ class Problem:
     prompt_ids: tuple[int, ...]
     """The prompt as the model gets it: with system prompt, few-shot examples and chat template."""
     columns: dict[str, Any] = field(default_factory=dict)
-    """The other columns of the row, among them ``answer``; rewards get them as keyword
+    """The other columns of the row, among them ``answer``. Rewards get them as keyword
     arguments."""
     reward_prompt: str | list[dict[str, str]] | None = None
-    """The prompt as rewards get it; ``None``: as in the row. With a list of messages, completions
-    are messages too."""
+    """The prompt as rewards get it. With a list of messages, rewards get completions as messages,
+    too. Default: the prompt of the row."""
 
     @property
     def prompt_for_rewards(self) -> str | list[dict[str, str]]:
@@ -51,21 +57,20 @@ class Completion:
     """One sampled response to a problem."""
 
     ids: tuple[int, ...]
-    """Tokens up to and including the first EOS, at most ``max_completion_length`` of them, at least
-    one."""
+    """Tokens up to and including the first EOS: at least one, at most ``max_completion_length``."""
     text: str
-    """The tokens decoded, with special tokens (in some models ``<think>`` is one), but without EOS,
-    padding and stop tokens that are no tags."""
+    """The decoded tokens, with special tokens (in some models ``<think>`` is one), but without EOS,
+    padding, and stop tokens that are not tags."""
     finished: bool
     """True if the response ended with EOS or a stop string, False if it was truncated at
     ``max_completion_length``."""
     sampling_logprobs: tuple[float, ...] = ()
-    """Log-probability of each token at the sampling temperature, as computed while sampling; empty
-    if greedy."""
+    """Log-probability of each token at the sampling temperature, in nats, as computed while
+    sampling. Empty after greedy decoding."""
     logged: dict[str, Any] = field(default_factory=dict)
-    """Column -> the value that a reward gave to ``log_extra`` for this completion."""
+    """Values that rewards gave to ``log_extra`` for this completion, by the name of the column."""
     loss_mask: tuple[bool, ...] = ()
-    """True at each token that the model sampled, False at those of a tool or environment; empty:
+    """True at each token that the model sampled, False at those of a tool or environment. Default:
     all were sampled."""
 
     @property
@@ -77,16 +82,16 @@ class Completion:
 
     @property
     def size(self) -> str:
-        """``62 tokens``; of several turns ``62 tokens, 14 of them not the model's``."""
-        size = f"{len(self.ids)} tokens"
-        num_others = len(self.ids) - len(self.sampled_ids)
-        if num_others == 0:
-            return size
-        return f"{size}, {num_others} of them not the model's"
+        """Number of tokens for a reader, such as ``62 tokens, 14 of them not the model's``."""
+        num_tokens = len(self.ids)
+        num_not_sampled = num_tokens - len(self.sampled_ids)
+        if num_not_sampled == 0:
+            return f"{num_tokens} tokens"
+        return f"{num_tokens} tokens, {num_not_sampled} of them not the model's"
 
     @property
     def transcript(self) -> str:
-        """The text; of several turns all of them, each behind its role."""
+        """The text. In a completion of several turns: each turn with its role."""
         return self.text
 
 
@@ -96,8 +101,8 @@ class ToolCall:
 
     name: str
     error: str = ""
-    """The text that the model saw, if the tool raised, its arguments were wrong, or there is no
-    tool of that name."""
+    """The text that the model saw if the tool raised, its arguments were wrong, or no tool has that
+    name. Default: the call succeeded."""
 
     @property
     def failed(self) -> bool:
@@ -106,44 +111,44 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class MultiTurnCompletion(Completion):
-    """A completion of several turns of the model, with the answers of tools or of an environment
-    between them.
+    """A completion of several turns of the model, with answers of tools or an environment between.
 
-    Its ``ids`` are those of all turns and answers, and it ends with a sampled token.
+    ``ids`` has the tokens of all turns and answers. The last token is a sampled one.
     """
 
     messages: tuple[dict[str, Any], ...] = ()
     """The turns as chat messages: those of the model with ``tool_calls``, and the answers."""
     stop_reason: str = "stop"
-    """``stop``: the last turn asks for nothing; ``length``: no room is left; ``environment``: it
-    has ended; ``max_turns``; ``failed``: the environment has failed."""
+    """``stop``: the last turn calls no tool. ``length``: no tokens are left. ``environment``: the
+    environment has ended. ``max_turns``. ``failed``: the environment has failed."""
     rewards: tuple[float, ...] = ()
-    """The reward of each turn, from an environment that gives one."""
+    """The reward of each turn, if the environment gives one."""
     calls: tuple[ToolCall, ...] = ()
+    """The calls of tools in all turns."""
     environment: int | None = None
-    """The row of the rollout, whose environment lives until the next rollout; None without an
-    environment."""
+    """Row of the rollout whose environment this is. The environment lives until the next rollout.
+    None: there is no environment."""
     environment_reward: float | None = None
-    """The reward of the environment itself: its ``get_reward()``, or the sum of ``rewards``."""
+    """Reward of the environment: its ``get_reward()``, or the sum of ``rewards``."""
     environment_failure: str | None = None
-    """Reason of the environment's failure; empty if it works. None without an environment, or if it
-    got no action."""
+    """Reason of the environment's failure, or empty. None: there is no environment, or it got no
+    action."""
     num_turns: int = 1
-    """Turns of the model."""
+    """Number of turns of the model."""
 
     @property
     def transcript(self) -> str:
         if not self.messages:
             return self.text
+
         lines = []
         for message in self.messages:
             role = message["role"]
+            content = message["content"]
             if message.get("name"):
                 role += f" {message['name']}"
-            thought = message.get("reasoning_content") or ""
-            content = message.get("content") or ""
-            lines.append(f"[{role}] {thought}{content}")
-            # Calls that were written between tags are part of the content.
+            lines.append(f"[{role}] {content}")
+            # Calls that the model wrote between tags are part of the content already.
             if "<" not in content:
                 for call in message.get("tool_calls", ()):
                     function = call["function"]
@@ -160,33 +165,45 @@ class Group:
 
 
 def completion_mask(completion_ids_BT: Tensor, lengths_B: Tensor) -> Tensor:
-    """Boolean ``[B, T]``: True at the first ``lengths_B[b]`` positions of row ``b``.
+    """Return the boolean mask ``[B, T]`` of completions with the given lengths.
 
-    The mask never depends on token values, so a pad id that equals the EOS id, or several EOS ids,
-    make no difference. ValueError if shapes disagree or a length is not in ``[0, T]``.
+        m_bt = 1 if t < length_b, else 0
+
+    Args:
+        completion_ids_BT: ``[B, T]``, of which only the shape is used.
+        lengths_B: ``[B]`` tokens of each completion, with its EOS.
+
+    Raises:
+        ValueError: if shapes disagree or a length is not in ``[0, T]``.
     """
     shape = completion_ids_BT.shape
     T = shape[-1]
     is_outside_B = (lengths_B < 0) | (lengths_B > T)
     if len(shape) != 2 or lengths_B.shape != shape[:1] or is_outside_B.any():
         raise ValueError(
-            f"expected completion_ids [B, T] and lengths [B] in [0, T], got {tuple(shape)} and {lengths_B.tolist()}"
+            "expected completion_ids [B, T] and lengths [B] in [0, T], "
+            f"got {tuple(shape)} and {lengths_B.tolist()}"
         )
+    # No token's value is read: the pad id often equals an EOS id, and a mask of `ids != pad` would
+    # then leave out the EOS, so that the model never learns to stop.
     device = completion_ids_BT.device
     positions_T = torch.arange(T, device=device)
     return positions_T[None, :] < lengths_B.to(device)[:, None]
 
 
 def completion_lengths(mask_BT: Tensor) -> Tensor:
-    """``[B]`` the number of tokens up to the last True of each row: a mask may have gaps, at the
-    tokens of tools."""
+    """Return ``[B]`` the number of tokens up to the last True of each row, or 0."""
+    # Not the sum of the mask, which has gaps at the tokens of tools. Of `t + 1` at the tokens of
+    # the mask, and 0 elsewhere, the greatest is the length.
     T = mask_BT.shape[1]
     ends_T = torch.arange(1, T + 1, device=mask_BT.device)
     return (mask_BT * ends_T).amax(dim=1)
 
 
 def right_pad(rows: Sequence[Sequence[int]], value: int) -> Tensor:
-    """A tensor ``[B, longest row]`` of rows of integers, padded with ``value`` on the right."""
+    """Return rows of integers as a tensor ``[B, longest row]``, padded with ``value``."""
+    # On the right: what follows a token has no influence on it in a causal model, so that neither
+    # an attention mask nor shifted positions are needed.
     width = max(map(len, rows), default=0)
     padded = torch.full((len(rows), width), value, dtype=torch.long)
     for b, row in enumerate(rows):
@@ -196,35 +213,41 @@ def right_pad(rows: Sequence[Sequence[int]], value: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of tensors on the training device. ``S`` and ``T``: longest sequence and longest
-    completion of the rows."""
+    """Rows of tensors on the training device: the completions of a step, or some of them.
+
+    ``S`` and ``T`` are those of the longest rows of this batch.
+    """
 
     sequence_ids_BS: Tensor
     """Prompt, then completion, then padding."""
     prompt_lengths_B: Tensor
+    """Number of tokens of each prompt."""
     completion_mask_BT: Tensor
     """True at the tokens of each completion that the model sampled: those that are scored."""
     loss_mask_BT: Tensor
-    """True at the tokens that are trained on: all scored ones, or those of completions that are not
-    truncated."""
+    """True at the tokens that are trained on: the scored ones, except for those of truncated
+    completions if these are masked."""
     advantages_B: Tensor
+    """Advantage of each completion, a constant."""
     group_B: Tensor
     """Index of each row's group on this rank. Rows of one group are neighbours and have the same
     prompt."""
     row_B: Tensor
-    """Index of each row in this rank's batch of the step; a minibatch or micro-batch keeps it."""
+    """Index of each row in this rank's batch of the step, which a row of a minibatch or micro-batch
+    keeps."""
     sampling_logprobs_BT: Tensor
-    """Log-probs as computed while sampling, for the loss's corrections and to report their
-    difference."""
+    """Log-probs as computed while sampling. Corrections of the loss use them, and the metrics
+    compare them with the scored ones."""
     old_logprobs_BT: Tensor | None = None
-    """Log-probs under the policy that sampled; None: the policy has not been updated since."""
+    """Log-probs under the policy that sampled. Default: the policy has not been updated since, and
+    its log-probs, detached, are the old ones."""
     ref_logprobs_BT: Tensor | None = None
-    """Log-probs under the reference model; None: there is no KL term."""
+    """Log-probs under the reference model. Default: there is no reference."""
     policy_mask_BT: Tensor | None = None
-    """True at the tokens that have a policy term; None: all that are trained on."""
+    """True at the tokens that have a policy term. Default: all that are trained on."""
     computed_B: Tensor | None = None
-    """True at the rows that are scored and trained on; the others have advantage 0 and no
-    influence. None: all rows."""
+    """True at the rows that are scored and trained on. The others have advantage 0 and no
+    influence. Default: all rows."""
 
     def __len__(self) -> int:
         return len(self.sequence_ids_BS)
@@ -236,7 +259,7 @@ class Batch:
 
     @property
     def scorer_inputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The arguments of :class:`grpo.algorithm.logprobs.CompletionScorer`."""
+        """The arguments of :meth:`grpo.algorithm.logprobs.CompletionScorer.forward`."""
         return (
             self.sequence_ids_BS,
             self.prompt_lengths_B,
@@ -246,24 +269,33 @@ class Batch:
 
     @property
     def counted_BT(self) -> Tensor:
-        """True at the tokens that metrics count: all scored ones, or, with ``computed_B``, those of
-        advantage not 0."""
+        """True at the tokens that metrics count: all scored ones, or with ``computed_B`` those of
+        rows that have an advantage."""
         if self.computed_B is None:
             return self.completion_mask_BT
+        # Not the rows of `computed_B`: each rank may compute one without an advantage, for its
+        # backward pass alone, and the metrics would depend on the number of ranks.
         has_advantage_B1 = self.advantages_B.ne(0)[:, None]
         return self.completion_mask_BT & has_advantage_B1
 
     def select(self, rows: Tensor | slice) -> "Batch":
-        """The batch of these rows only, padded to the longest of them."""
+        """Return the batch of these rows only, padded to the longest of them."""
+        # The indices go to the training device once, instead of once for each field.
         rows = torch.arange(len(self), device=self.group_B.device)[rows]
-        S = int(self.lengths_B[rows].max())
-        T = int(completion_lengths(self.completion_mask_BT[rows]).max())
-        width = {"S": S, "T": T}
+        S = self.lengths_B[rows].max()
+        T = completion_lengths(self.completion_mask_BT[rows]).max()
+        widths = {"S": int(S), "T": int(T)}
+
         selected = {}
-        for name, value in vars(self).items():
-            if isinstance(value, Tensor):
-                axis = name[-1]
-                selected[name] = value[rows] if axis == "B" else value[rows, : width[axis]]
+        for name, tensor in vars(self).items():
+            # The last letter of a field's name is the last axis of its tensor.
+            axis = name[-1]
+            if tensor is None:
+                continue
+            if axis == "B":
+                selected[name] = tensor[rows]
+            else:
+                selected[name] = tensor[rows, : widths[axis]]
         return replace(self, **selected)
 
 
@@ -275,11 +307,17 @@ def collate(
     device: Device = "cpu",
     mask_truncated: bool = False,
 ) -> Batch:
-    """Make one batch of ``P*G`` rows, group after group, with an advantage for each completion, or
-    ValueError.
+    """Make one batch of ``P*G`` rows, group after group.
 
-    ``pad_id`` fills up shorter rows. ``mask_truncated`` leaves truncated completions out of the
-    loss.
+    Args:
+        groups: the groups of this rank.
+        advantages_PG: ``[P, G]`` advantages of their completions.
+        pad_id: the token that fills up shorter rows. It may also be an EOS.
+        device: the training device.
+        mask_truncated: leave truncated completions out of the loss (DAPO's overlong filtering).
+
+    Raises:
+        ValueError: if there are more or fewer advantages than completions.
     """
     completions = []
     sequences = []
@@ -296,24 +334,27 @@ def collate(
     if advantages_PG.numel() != B:
         raise ValueError(f"{B} completions, but {advantages_PG.numel()} advantages")
 
-    # Positions of a row come from its length, never from the value of a token.
+    # Token t of a completion is in column t of every tensor [B, T], whatever its prompt's length.
     T = max(len(completion.ids) for completion in completions)
     mask_BT = torch.zeros(B, T, dtype=torch.bool)
-    trained_BT = torch.zeros(B, T, dtype=torch.bool)
+    loss_mask_BT = torch.zeros(B, T, dtype=torch.bool)
     sampling_logprobs_BT = torch.zeros(B, T)
     for b, completion in enumerate(completions):
-        row = slice(len(completion.ids))
-        mask_BT[b, row] = torch.tensor(completion.loss_mask or True)
+        columns = slice(len(completion.ids))
+        mask_BT[b, columns] = torch.tensor(completion.loss_mask or True)
+        # A truncated response may have been on its way to the right answer: a reward of 0 for it
+        # is noise.
         if completion.finished or not mask_truncated:
-            trained_BT[b] = mask_BT[b]
+            loss_mask_BT[b] = mask_BT[b]
         if completion.sampling_logprobs:
-            sampling_logprobs_BT[b, row] = torch.tensor(completion.sampling_logprobs)
+            sampling_logprobs_BT[b, columns] = torch.tensor(completion.sampling_logprobs)
 
+    # Rows are filled on the CPU, and each tensor goes to the device in one copy.
     return Batch(
         sequence_ids_BS=right_pad(sequences, pad_id).to(device),
         prompt_lengths_B=torch.tensor(prompt_lengths, device=device),
         completion_mask_BT=mask_BT.to(device),
-        loss_mask_BT=trained_BT.to(device),
+        loss_mask_BT=loss_mask_BT.to(device),
         advantages_B=advantages_PG.flatten().float().to(device),
         group_B=torch.tensor(group_numbers, device=device),
         row_B=torch.arange(B, device=device),
@@ -322,29 +363,27 @@ def collate(
 
 
 def minibatches(batch: Batch, count: int) -> list[Batch]:
-    """``count`` equal parts of consecutive groups; each part is one optimizer update.
-
-    Rank r has the groups r, r + world_size, ...: the m-th parts of all ranks are the same groups at
-    every world size.
-    """
+    """Divide a batch into ``count`` equal parts, each of which is one optimizer update."""
+    # Consecutive groups. Rank r has the groups r, r + world_size, ... of the step, so that the m-th
+    # parts of all ranks together are the same groups at every world size.
     assert len(batch) % count == 0, f"{len(batch)} rows do not split into {count} minibatches"
     parts = torch.arange(len(batch)).chunk(count)
     return [batch.select(rows) for rows in parts]
 
 
 def skip_zero_advantage(batch: Batch, num_minibatches: int = 1) -> Batch:
-    """The batch with ``computed_B``: without the rows of advantage 0, which have no gradient if
-    there is no KL term.
+    """Return the batch with ``computed_B``, so that rows of advantage 0 are not computed.
 
-    Of a minibatch without any advantage, the shortest row is computed: DDP needs a backward pass of
-    every rank.
+    They have no gradient if there is no KL term. They stay in the batch, and in the denominator of
+    the loss.
     """
-    computed_Mn = batch.advantages_B.ne(0).view(num_minibatches, -1)
+    is_computed_Mn = batch.advantages_B.ne(0).view(num_minibatches, -1)
     lengths_Mn = batch.lengths_B.view(num_minibatches, -1)
-    for computed_n, lengths_n in zip(computed_Mn, lengths_Mn, strict=True):
-        if not computed_n.any():
-            computed_n[lengths_n.argmin()] = True
-    return replace(batch, computed_B=computed_Mn.flatten())
+    for is_computed_n, lengths_n in zip(is_computed_Mn, lengths_Mn, strict=True):
+        # DDP needs a backward pass of every rank in every update: the shortest row is the cheapest.
+        if not is_computed_n.any():
+            is_computed_n[lengths_n.argmin()] = True
+    return replace(batch, computed_B=is_computed_Mn.flatten())
 
 
 def microbatches(
@@ -354,48 +393,52 @@ def microbatches(
     packed: bool = False,
     num_passes: int = 0,
 ) -> Iterator[tuple[Batch, bool]]:
-    """Yield ``(micro-batch, is_last)`` for each part of :func:`microbatch_rows`.
+    """Yield ``(micro-batch, is_last)``: the rows of a minibatch in parts that fit into memory.
 
-    If there are fewer than ``num_passes``, the first ones have no effect.
+    Args:
+        batch: the rows of one optimizer update.
+        max_tokens: see :func:`microbatch_rows`.
+        packed: see :func:`microbatch_rows`.
+        num_passes: yield at least as many micro-batches. Default: as many as there are parts.
     """
     parts = microbatch_rows(batch, max_tokens, packed=packed)
+    # Under FSDP a pass is a collective of all ranks. A rank with fewer parts takes part in the
+    # others' passes with a row that has no effect.
     for _ in range(num_passes - len(parts)):
         yield row_without_gradient(batch), False
     for number, rows in enumerate(parts, 1):
         micro = batch.select(rows)
         if micro.computed_B is not None:
-            # No metric counts the rows of advantage 0.
+            # A row that is computed for its backward pass alone counts in no statistic of the loss.
             has_advantage_B1 = micro.advantages_B.ne(0)[:, None]
             micro = replace(micro, loss_mask_BT=micro.loss_mask_BT & has_advantage_B1)
         yield micro, number == len(parts)
 
 
 def row_without_gradient(batch: Batch) -> Batch:
-    """The shortest row of a batch as a micro-batch that no loss and no metric counts."""
+    """Return the shortest row as a micro-batch that no loss and no metric counts."""
     shortest = batch.lengths_B.argmin()
     row = batch.select(shortest[None])
     return replace(
         row,
         loss_mask_BT=torch.zeros_like(row.loss_mask_BT),
         advantages_B=torch.zeros_like(row.advantages_B),
+        # With `computed_B`, the advantage of 0 keeps it out of all metrics.
         computed_B=torch.ones_like(row.group_B, dtype=torch.bool),
-        row_B=row.row_B[:0],  # of no place in the batch: its log-probs are not stored as old ones
+        # It has no place in the batch: its log-probs must not be stored as old ones.
+        row_B=row.row_B[:0],
     )
 
 
-KEYS_PER_TOKEN = 8
-"""A packed backward pass stores the prompt's keys and values once per row: most of the memory of
-short completions."""
-
-
 def microbatch_rows(batch: Batch, max_tokens: int, *, packed: bool = False) -> list[Tensor]:
-    """Row indices of each micro-batch, so that one forward pass computes at most ``max_tokens``
-    tokens.
+    """Return the row indices of each micro-batch.
 
-    With ``packed``, a micro-batch has consecutive rows and counts each prompt once per group; its
-    rows together attend to at most :data:`KEYS_PER_TOKEN` times ``max_tokens`` prompt tokens.
-    Otherwise rows are sorted by length, and padding counts. A longer row is a micro-batch of its
-    own. Only rows of ``computed_B`` are in one.
+    Args:
+        batch: the rows to divide; only those of ``computed_B`` are in a micro-batch.
+        max_tokens: most tokens that one forward pass computes. A longer row is a micro-batch of its
+            own.
+        packed: each prompt is computed once per group, and there is no padding. Otherwise a prompt
+            is computed once per row, and padding counts.
     """
     prompts = batch.prompt_lengths_B.tolist()
     lengths = batch.lengths_B.tolist()
@@ -404,28 +447,31 @@ def microbatch_rows(batch: Batch, max_tokens: int, *, packed: bool = False) -> l
     if batch.computed_B is not None:
         rows = batch.computed_B.nonzero().flatten().tolist()
     if not packed:
+        # Rows of similar length need little padding. Packed rows stay in order instead, so that
+        # those of a group get into the same micro-batch, which computes their prompt once.
         rows = sorted(rows, key=lengths.__getitem__)
 
+    max_prompt_keys = MAX_PROMPT_KEYS_PER_TOKEN * max_tokens
     parts = []
     part = []
-    used = 0  # tokens that a forward pass of the part computes
-    keys = 0  # prompt tokens that its rows attend to
+    num_tokens = 0  # tokens that a forward pass of the part computes
+    num_prompt_keys = 0  # prompt tokens that its rows attend to
     for b in rows:
         if not packed:
-            # Sorted by length: the rows before b are padded to its length.
-            used = (len(part) + 1) * lengths[b]
+            # All rows are padded to the longest, which is b.
+            num_tokens = (len(part) + 1) * lengths[b]
         elif part and groups[part[-1]] == groups[b]:
-            used += lengths[b] - prompts[b]
+            num_tokens += lengths[b] - prompts[b]
         else:
-            used += lengths[b]
-        keys += prompts[b]
+            num_tokens += lengths[b]
+        num_prompt_keys += prompts[b]
 
-        is_full = used > max_tokens or (packed and keys > KEYS_PER_TOKEN * max_tokens)
+        is_full = num_tokens > max_tokens or (packed and num_prompt_keys > max_prompt_keys)
         if part and is_full:
             parts.append(torch.tensor(part))
             part = []
-            used = lengths[b]  # the prompt is computed again in the new part
-            keys = prompts[b]
+            num_tokens = lengths[b]  # with its prompt, which the new part computes again
+            num_prompt_keys = prompts[b]
         part.append(b)
     parts.append(torch.tensor(part))
     return parts

@@ -1,9 +1,16 @@
-"""The named choices of an algorithm, for the configuration, the loss and the advantages. Imports no
-torch."""
+"""The named choices of the algorithm, for the configuration, the loss and the advantages.
+
+docs/algorithm.md has the formula of each.
+"""
+
+# No import of torch: the configuration imports this file, and `--help` or a mistake in a key should
+# not wait for torch.
 
 from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
+# Each choice is a type, so that pydantic refuses other names with the list of these, and `--help`
+# shows them.
 Objective = Literal["clip", "cispo", "sapo", "dppo_tv", "reinforce"]
 Baseline = Literal["mean", "leave_one_out", "none"]
 Scale = Literal["group", "batch", "mean", "none"]
@@ -22,22 +29,24 @@ SamplerCorrection = Literal[
 
 
 def check_choice(name: str, value: str, choices: Any) -> None:
-    """ValueError if the argument called ``name`` is none of ``choices``, one of the ``Literal``
-    types above."""
+    """Raise ValueError if the argument ``name`` has a value that is none of ``choices``.
+
+    ``choices`` is one of the ``Literal`` types above.
+    """
+    # The functions of the math are also called without a configuration, where no pydantic checks.
     allowed = get_args(choices)
     if value not in allowed:
         raise ValueError(f"{name}={value!r}: use one of {', '.join(allowed)}")
 
 
 def check_returned(name: str, value: Any, shape: Sequence[int]) -> None:
-    """ValueError if a function of the user, called ``name``, returned anything but a tensor of this
-    shape."""
-    got = tuple(value.shape) if hasattr(value, "detach") else type(value).__name__
-    if got != tuple(shape):
-        raise ValueError(f"{name} must return a tensor of shape {tuple(shape)}, got {got}")
+    """Raise ValueError if a user's function returned anything but a tensor of this shape.
 
-
-def equal_rewards_have_gradient(baseline: Baseline, scale: Scale) -> bool:
-    """True if advantages are the rewards (up to a factor of the batch), not their differences
-    within a group."""
-    return baseline == "none" and scale != "group"
+    ``name`` is the function's in the message.
+    """
+    returned = type(value).__name__
+    # Only tensors have "detach": this tells one without an import of torch.
+    if hasattr(value, "detach"):
+        returned = tuple(value.shape)
+    if returned != tuple(shape):
+        raise ValueError(f"{name} must return a tensor of shape {tuple(shape)}, got {returned}")

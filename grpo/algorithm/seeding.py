@@ -1,5 +1,4 @@
-"""Every random number of a run is a pure function of the run's seed, what the number is for, and
-where it is used.
+"""Random numbers with an address: each is a function of the run's seed, its purpose and its place.
 
 Nothing in a training step reads a global random state. A sampled token therefore does not depend on
 the number of ranks, on the other rows of its batch, or on whether the run was resumed.
@@ -10,29 +9,49 @@ import hashlib
 import torch
 
 
-def derive_seed(seed: int, purpose: str, *coordinates: int) -> int:
-    """The seed of one random stream, in ``[0, 2**63)``, the same on every machine and in every
-    Python version.
+def derive_seed(
+    seed: int,
+    purpose: str,
+    *coordinates: int,
+) -> int:
+    """Return the seed of one random stream, the same on every machine and Python version.
 
-    ``purpose`` says what the random numbers are for, such as ``"rollout"``, and ``coordinates``
-    where they are used, such as step, dataset row and sample. Streams that differ in either are
-    independent. ValueError for coordinates or a seed that are not integers.
+    Streams that differ in purpose or coordinates are independent.
+
+    Args:
+        seed: the seed of the run.
+        purpose: a name for the use of the random numbers, such as ``"rollout"``.
+        coordinates: the place of their use, such as step, dataset row and sample.
+
+    Returns:
+        An integer in ``[0, 2**63)``.
+
+    Raises:
+        ValueError: if the seed or a coordinate is not an integer.
     """
     for value in (seed, *coordinates):
-        if isinstance(value, bool) or not isinstance(value, int):
+        # True is an int, too, but as a coordinate it is a mistake. A float would name another
+        # stream than the integer that it equals.
+        if type(value) is not int:
             raise ValueError(f"derive_seed takes integers, got {value!r} for purpose {purpose!r}")
+
     # repr() quotes the purpose, so that no purpose can look like a purpose followed by coordinates.
     parts = [str(seed), repr(purpose)]
     for coordinate in coordinates:
         parts.append(str(coordinate))
-    text = ",".join(parts)
-    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-    # 63 of its 64 bits: torch's seeds are signed.
-    return int.from_bytes(digest, "big") >> 1
+    address = ",".join(parts)
+
+    # A cryptographic hash gives neighbouring steps and samples unrelated streams. Python's hash()
+    # of text differs from process to process.
+    hashed = hashlib.blake2b(address.encode(), digest_size=8)
+    number = int.from_bytes(hashed.digest(), "big")
+    # One of the 64 bits is dropped, because torch's seeds are signed.
+    return number >> 1
 
 
 def generator(seed: int, purpose: str, *coordinates: int) -> torch.Generator:
-    """A generator seeded by :func:`derive_seed`; on the CPU: other devices draw other numbers from
-    the same seed."""
-    derived = derive_seed(seed, purpose, *coordinates)
-    return torch.Generator().manual_seed(derived)
+    """Return a generator seeded by :func:`derive_seed`."""
+    # On the CPU: other devices draw other numbers from the same seed.
+    rng = torch.Generator(device="cpu")
+    rng.manual_seed(derive_seed(seed, purpose, *coordinates))
+    return rng
