@@ -236,7 +236,7 @@ def score_logits(
 
     Entropies are without gradient.
     """
-    # By PyTorch's functions alone, for the logits of any model: where a logit is -inf, entr(0) is 0,
+    # By functions of PyTorch alone, for any model: where a logit is -inf, entr(0) is 0,
     # but the product p * z in _score is NaN.
     logprobs_N = logprobs_from_logits(logits_NV, labels_N, temperature)
     with torch.no_grad():
