@@ -59,8 +59,8 @@ def weighted_sum(values_PGF: Tensor, weights: Sequence[float]) -> Tensor:
     weights_F = torch.tensor(weights)
     terms_PGF = values_PGF.nan_to_num(0.0) * weights_F
 
-    # Rounding must not make a reward of 0 a negative one (0.9 * 1 - 0.3 * 3), which would end a run
-    # with scale="mean", or two equal rewards unequal. In fp32 a value, its weight and their product
+    # A sum that could be a mere rounding error is 0: 0.9 * 1 - 0.3 * 3 must not be a negative
+    # reward, which would end a run with scale="mean". In fp32 a value, its weight and their product
     # are rounded, and the sum at each of F - 1 additions, by half a unit in the last place (2^-24).
     F = len(weights_F)
     rounding_error = (3 + F - 1) * 2**-24
@@ -86,12 +86,12 @@ def group_advantages(
 
         std(r_1 .. r_n) = sqrt( 1/(n-1) sum_j (r_j - mean)^2 )
 
-    mean / group: GRPO (DeepSeekMath, arXiv 2402.03300, section 4.1). mean / none: Dr. GRPO (arXiv
-    2503.20783). mean / batch: Lite PPO (arXiv 2508.08221). mean / mean: MaxRL (arXiv 2602.02710).
-    leave_one_out / none: RLOO (arXiv 2402.14740).
+    As baseline / scale: mean / group is GRPO (DeepSeekMath, arXiv 2402.03300, section 4.1), mean /
+    none Dr. GRPO (arXiv 2503.20783), mean / batch Lite PPO (arXiv 2508.08221), mean / mean MaxRL
+    (arXiv 2602.02710), leave_one_out / none RLOO (arXiv 2402.14740).
 
-    Beyond the papers, a completion that could not be scored (NaN) gets 0 and does not influence the
-    others: G above counts the scored ones.
+    Not in the papers: a completion that could not be scored (NaN) gets 0 and does not influence the
+    others. G above counts the scored ones.
 
     Args:
         rewards_PG: ``[P, G]`` rewards. With ``scale="batch"`` those of all ranks.
@@ -100,8 +100,9 @@ def group_advantages(
         eps: in units of reward.
 
     Returns:
-        ``[P, G]`` advantages, fp32 or wider. They are exactly 0 where all rewards of a group (with
-        ``scale="batch"``: of the batch) are equal.
+        ``[P, G]`` advantages, fp32 or wider. Where all rewards of a group (with ``scale="batch"``:
+        of the batch) are equal, they are exactly 0. Without baseline and spread (``none`` with
+        ``mean`` or ``none``) this holds for rewards of 0 alone.
 
     Raises:
         ValueError: if the shape is not ``[P, G]``, a reward is infinite, or negative with
@@ -117,9 +118,9 @@ def group_advantages(
     rewards_PG = rewards_PG.masked_fill(~is_scored_PG, 0.0)
     mean_P1 = _mean(rewards_PG, is_scored_PG)
 
-    # b: an easy problem is no merit of a completion. A baseline that does not depend on the
-    # completion lowers the variance of the gradient, and keeps its expectation. The mean does
-    # depend: r_i - mean is (G - 1) / G of the difference to the others' mean.
+    # b: an easy problem is no merit of a completion. The mean of the others does not depend on the
+    # completion, so that subtracting it lowers the variance of the gradient and keeps its
+    # expectation. The mean of the group contains r_i, and gives (G - 1) / G of that difference.
     b_PG = torch.zeros_like(rewards_PG)
     if baseline == "mean":
         b_PG = mean_P1.expand_as(rewards_PG)
@@ -128,7 +129,8 @@ def group_advantages(
         num_others_P1 = _sum(is_scored_PG) - 1
         b_PG = sum_of_others_PG / num_others_P1.clamp(min=1)
 
-    # s: in units of the spread, problems on which rewards differ much and little count alike.
+    # s: in units of the spread, problems on which rewards differ much and little count alike. Dr.
+    # GRPO does without: problems that are almost always or never solved would weigh more.
     s_P1 = torch.ones_like(mean_P1)
     is_zero_PG = ~is_scored_PG
     if scale == "group":
@@ -140,7 +142,7 @@ def group_advantages(
         is_zero_PG = is_zero_PG | _are_equal(rewards_1B, is_scored_1B)
     elif scale == "mean":
         s_P1 = mean_P1 + eps
-        # Rewards of 0 alone: without eps it would be 0 / 0.
+        # Without eps, a group of rewards 0 would be 0 / 0.
         is_zero_PG = is_zero_PG | (mean_P1 == 0)
 
     # Equal rewards must give exactly 0. Computed, they would give a rounding error divided by eps.
@@ -148,7 +150,8 @@ def group_advantages(
         is_zero_PG = is_zero_PG | _are_equal(rewards_PG, is_scored_PG)
 
     advantages_PG = (rewards_PG - b_PG) / s_P1
-    return advantages_PG.masked_fill(is_zero_PG, 0.0).to(dtype)
+    advantages_PG = advantages_PG.masked_fill(is_zero_PG, 0.0)
+    return advantages_PG.to(dtype)
 
 
 def normalize_then_sum(
@@ -190,9 +193,11 @@ def normalize_then_sum(
     advantages_1B = group_advantages(sums_1B, eps=eps)
     advantages_PG = advantages_1B.view(sums_PG.shape)
 
-    # The mean of the batch is 0 but for rounding, and a group of equal values would get that.
+    # The mean of the batch is 0 but for rounding, and a group of equal values would get that error,
+    # in units of the standard deviation.
     has_terms_P = terms_PGF.flatten(1).any(dim=1)
-    advantages_PG = advantages_PG.masked_fill(~has_terms_P[:, None], 0.0)
+    has_no_terms_P1 = ~has_terms_P[:, None]
+    advantages_PG = advantages_PG.masked_fill(has_no_terms_P1, 0.0)
     dtype = torch.promote_types(values_PGF.dtype, torch.float32)
     return advantages_PG.to(dtype)
 
@@ -222,14 +227,18 @@ def has_equal_rewards(rewards_PG: Tensor) -> Tensor:
 
     Of values ``[P, G, F]`` those of every function must be equal.
     """
-    are_equal_P1 = _are_equal(rewards_PG, ~rewards_PG.isnan())
+    is_scored_PG = ~rewards_PG.isnan()
+    are_equal_P1 = _are_equal(rewards_PG, is_scored_PG)
     return are_equal_P1.flatten(1).all(dim=1)
 
 
 def has_no_advantage(rewards_PG: Tensor, *, baseline: Baseline, scale: Scale) -> Tensor:
-    """Return ``[P]`` True for each group whose advantages are all 0, whatever other groups get."""
-    # Without a baseline, an advantage is the reward itself times a factor. But a group's standard
-    # deviation is 0 for equal rewards, and such advantages are set to 0.
+    """Return ``[P]`` True for each group whose advantages are 0, whatever the other groups are.
+
+    Dynamic sampling replaces these groups, before the rewards of other ranks are known.
+    """
+    # Without a baseline, advantages are multiples of the rewards, not of differences. But with the
+    # standard deviation of a group as scale, equal rewards would be divided by 0, and give 0.
     if baseline == "none" and scale != "group":
         has_reward_PG = rewards_PG.nan_to_num(0.0) != 0
         return ~has_reward_PG.any(dim=1)
@@ -267,7 +276,8 @@ def _sum_of_terms(
 ) -> Tensor:
     """Sum ``[P, G]`` of the terms; NaN where no function with a weight gave a value.
 
-    A sum is 0 if its terms' rounding errors, each that fraction of its term, could be all of it.
+    A sum that could be a mere rounding error is 0. ``rounding_error`` is the largest error of a
+    term, as a fraction of the term.
     """
     sums_PG = terms_PGF.sum(dim=-1)
     # Errors are added up, not terms: the sum of large terms would overflow fp32.
@@ -283,10 +293,10 @@ def _sum_of_terms(
 def _are_equal(values_PG: Tensor, is_scored_PG: Tensor) -> Tensor:
     """Return ``[P, 1]`` True where the scored values of a group are equal, or there are none."""
     is_unscored_PG = ~is_scored_PG
-    at_most_PG = values_PG.masked_fill(is_unscored_PG, -torch.inf)
-    at_least_PG = values_PG.masked_fill(is_unscored_PG, torch.inf)
-    highest_P1 = at_most_PG.amax(dim=1, keepdim=True)
-    lowest_P1 = at_least_PG.amin(dim=1, keepdim=True)
+    with_minus_inf_PG = values_PG.masked_fill(is_unscored_PG, -torch.inf)
+    with_inf_PG = values_PG.masked_fill(is_unscored_PG, torch.inf)
+    highest_P1 = with_minus_inf_PG.amax(dim=1, keepdim=True)
+    lowest_P1 = with_inf_PG.amin(dim=1, keepdim=True)
     # Not `==`: of no values the highest is -inf and the lowest inf.
     return highest_P1 <= lowest_P1
 

@@ -21,10 +21,10 @@ IGNORE_INDEX = -100
 """Label of positions that are not scored, as in PyTorch's ``cross_entropy``."""
 
 MAX_PROMPT_KEYS_PER_TOKEN = 8
-"""Most prompt tokens that the rows of a packed micro-batch attend to, for each token of its size.
+"""Most prompt tokens that the rows of a packed micro-batch attend to, per token of its budget.
 
 The backward pass stores a prompt's keys and values once per row. With short completions this is
-most of the memory, and the number of computed tokens does not show it."""
+most of the memory, which the number of computed tokens does not show."""
 
 
 @dataclass(frozen=True)
@@ -119,8 +119,8 @@ class MultiTurnCompletion(Completion):
     messages: tuple[dict[str, Any], ...] = ()
     """The turns as chat messages: those of the model with ``tool_calls``, and the answers."""
     stop_reason: str = "stop"
-    """``stop``: the last turn calls no tool. ``length``: no tokens are left. ``environment``: the
-    environment has ended. ``max_turns``. ``failed``: the environment has failed."""
+    """``stop``: the last turn calls no tool. ``length``: no tokens are left. ``max_turns``: no turn
+    is left. ``environment``: the environment has ended. ``failed``: the environment has failed."""
     rewards: tuple[float, ...] = ()
     """The reward of each turn, if the environment gives one."""
     calls: tuple[ToolCall, ...] = ()
@@ -193,8 +193,8 @@ def completion_mask(completion_ids_BT: Tensor, lengths_B: Tensor) -> Tensor:
 
 def completion_lengths(mask_BT: Tensor) -> Tensor:
     """Return ``[B]`` the number of tokens up to the last True of each row, or 0."""
-    # Not the sum of the mask, which has gaps at the tokens of tools. Of `t + 1` at the tokens of
-    # the mask, and 0 elsewhere, the greatest is the length.
+    # Not the sum of the mask, which has gaps at the tokens of tools: the length is the greatest
+    # t + 1 at a token t of the mask.
     T = mask_BT.shape[1]
     ends_T = torch.arange(1, T + 1, device=mask_BT.device)
     return (mask_BT * ends_T).amax(dim=1)
@@ -341,6 +341,7 @@ def collate(
     sampling_logprobs_BT = torch.zeros(B, T)
     for b, completion in enumerate(completions):
         columns = slice(len(completion.ids))
+        # An empty mask stands for True at every token.
         mask_BT[b, columns] = torch.tensor(completion.loss_mask or True)
         # A truncated response may have been on its way to the right answer: a reward of 0 for it
         # is noise.
@@ -399,7 +400,7 @@ def microbatches(
         batch: the rows of one optimizer update.
         max_tokens: see :func:`microbatch_rows`.
         packed: see :func:`microbatch_rows`.
-        num_passes: yield at least as many micro-batches. Default: as many as there are parts.
+        num_passes: least number of micro-batches. Default: the number of parts.
     """
     parts = microbatch_rows(batch, max_tokens, packed=packed)
     # Under FSDP a pass is a collective of all ranks. A rank with fewer parts takes part in the

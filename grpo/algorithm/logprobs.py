@@ -5,8 +5,8 @@
     S   prompt and completion tokens      M   tokens of a packed sequence, prompts among them
     N   completion tokens of all rows     n   completion tokens of one chunk
 
-One formula and its two derivatives are all of this file. With the logits of a token, divided by the
-sampling temperature, z_v for every token v of the vocabulary:
+All of this file computes four formulas, from the logits z_v of a token over the vocabulary, divided
+by the sampling temperature:
 
     normalizer         log Z = log sum_v exp(z_v)
     log-probability    lp = z_label - log Z
@@ -72,8 +72,8 @@ class CompletionScorer(nn.Module):
         super().__init__()
         self.model = model
         self.temperature = temperature
-        # Both flags are switched on by grpo.rollout.check_model, where they give the model's own
-        # log-probs. Without them every model is scored right.
+        # Off, every model is scored right. grpo.rollout.check_model switches both on for models of
+        # which the log-probs stay the same.
         self.plain_head = False
         """True if the logits are the head's product with the last hidden state, and nothing else.
 
@@ -194,8 +194,8 @@ class CompletionScorer(nn.Module):
 
         ``before_N`` are indices into ``hidden_MH``.
         """
-        # A few tokens more, which are cut off again: the CPU's kernels keep memory for each shape,
-        # and the number of tokens is another one in every micro-batch.
+        # Padded to one of few sizes, because each micro-batch has another number of tokens, and the
+        # CPU's kernels keep memory for each shape.
         N = len(before_N)
         padding = (0, round_up_to_bucket(N) - N)
         hidden_NH = hidden_MH[F.pad(before_N, padding)]
@@ -236,8 +236,8 @@ def score_logits(
 
     Entropies are without gradient.
     """
-    # By functions of PyTorch alone, for any model: where a logit is -inf, entr(0) is 0,
-    # but the product p * z in _score is NaN.
+    # By PyTorch's own functions, which are right for any logits. Where a logit is -inf, entr(0) is 0,
+    # while p * z in _score would be NaN.
     logprobs_N = logprobs_from_logits(logits_NV, labels_N, temperature)
     with torch.no_grad():
         scaled_NV = logits_NV.detach().to(logprobs_N.dtype) / temperature
@@ -309,7 +309,8 @@ class _ScoreHiddenInChunks(torch.autograd.Function):
                 hidden_nH = hidden_NH[chunk].to(dtype)
                 logits_nV = F.linear(hidden_nH, *head)
                 scored.append(_score(logits_nV, labels_N[chunk], temperature))
-        logprobs_N, entropies_N, normalizers_N = map(torch.cat, zip(*scored, strict=True))
+        outputs = zip(*scored, strict=True)
+        logprobs_N, entropies_N, normalizers_N = map(torch.cat, outputs)
         ctx.save_for_backward(
             hidden_NH,
             weight_VH,
@@ -367,9 +368,11 @@ def _score(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probs lp, entropies h and normalizers log Z, ``[N]`` each, in fp32 or wider.
 
-    log Z = log sum_v exp(z_v)
-    lp = z_label - log Z
-    h = log Z - sum_v p_v z_v = - sum_v p_v log p_v
+        log Z = log sum_v exp(z_v)
+        lp = z_label - log Z
+        h = log Z - sum_v p_v z_v = - sum_v p_v log p_v
+
+    The logits z are divided by the temperature.
     """
     scaled_NV = _divide_by_temperature(logits_NV, temperature)
     normalizers_N = scaled_NV.logsumexp(dim=-1)
@@ -399,10 +402,12 @@ def _logits_gradient(
 ) -> Tensor:
     """Gradient ``[N, V]`` of the logits, in their dtype, from the gradient of the log-probs.
 
-    grad_v = ([v = label] - p_v) / temperature * grad,      p_v = exp(z_v - log Z)
+        grad_v = ([v = label] - p_v) / temperature * grad,      p_v = exp(z_v - log Z)
+
+    ``normalizers_N`` are log Z, ``grad_N`` is grad.
     """
-    # Both terms in place, into the tensor of the probabilities: first -p_v * grad of all tokens,
-    # then grad of the label's.
+    # In place, in the tensor of p: first - p_v * grad for all v, then + grad at the label. Another
+    # tensor [N, V] would raise the peak of memory.
     grad_N = grad_N / temperature
     scaled_NV = _divide_by_temperature(logits_NV, temperature)
     logprobs_NV = scaled_NV - normalizers_N[:, None]

@@ -140,8 +140,8 @@ def policy_loss(
             f"expected one advantage for each of {B} rows, got {tuple(advantages_B.shape)}"
         )
     # A tensor of another shape might broadcast, and train on wrong numbers without an error.
-    others = (old_logprobs_BT, mask_BT, ref_logprobs_BT, policy_mask_BT, sampling_logprobs_BT)
-    for tensor in others:
+    tensors = (old_logprobs_BT, mask_BT, ref_logprobs_BT, policy_mask_BT, sampling_logprobs_BT)
+    for tensor in tensors:
         if tensor is not None and tensor.shape != (B, T):
             raise ValueError(
                 f"expected tensors of the log-probs' shape {(B, T)}, got {tuple(tensor.shape)}"
@@ -225,7 +225,7 @@ def policy_loss(
         num_masked = (~is_unmasked_B1 & has_tokens_B1).sum()
         stats["sampling/off_policy_masked"] = (num_masked, has_tokens_B1.sum())
 
-    # kl, and the loss of each token. At beta 0 a reference is there for the metric alone.
+    # kl, and the loss of each token. At beta 0 a reference serves the metric alone.
     loss_BT = policy_BT
     values_to_report = {
         "ratio": ratio_BT,
@@ -419,9 +419,9 @@ def kl_estimate(
     eq. 4. Over tokens drawn by the policy, E[-d] is the KL, and E[exp(d)] = sum_v ref_v = 1. So k1
     and k3 are unbiased, and k2 is for small d.
 
-    The gradient of an estimate is another question. In expectation it is 0 for k1, that of
-    KL(policy || reference) for k2, and that of KL(reference || policy) for k3. Times the ratio
-    (``unbiased_kl``), k1 and k3 have the gradient of KL(policy || reference).
+    The gradient of an estimate is another question. Over the same tokens it is on average 0 for k1,
+    that of KL(policy || reference) for k2, and that of KL(reference || policy) for k3. Times the
+    ratio (``unbiased_kl``), k1 and k3 have the gradient of KL(policy || reference).
     """
     d_BT = ref_logprobs_BT - logprobs_BT
     if kl_estimator == "k3":
@@ -464,7 +464,8 @@ def sampler_weights(
         highest: upper bound. None: no bound.
 
     Returns:
-        The weights, and True where the ratio was outside of the bounds; without gradient.
+        The weights, and True where a ratio was outside of the bounds: ``[B, T]`` or ``[B, 1]``
+        each, without gradient.
     """
     log_ratio = _zero_outside(mask_BT, old_logprobs_BT.detach() - sampling_logprobs_BT.detach())
     if correction == "geometric_mask":
