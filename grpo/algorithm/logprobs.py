@@ -236,8 +236,8 @@ def score_logits(
 
     Entropies are without gradient.
     """
-    # By PyTorch's own functions, which are right for any logits. Where a logit is -inf, entr(0) is 0,
-    # while p * z in _score would be NaN.
+    # By PyTorch's own functions, which are right for any logits. Where one of them is -inf, entr(0)
+    # is 0, while p * z in _score would be NaN.
     logprobs_N = logprobs_from_logits(logits_NV, labels_N, temperature)
     with torch.no_grad():
         scaled_NV = logits_NV.detach().to(logprobs_N.dtype) / temperature
