@@ -30,7 +30,7 @@ def tour():
 
 
 def functions_of(file):
-    """Lines of each function and method, decorators among them, by its name with that of its class."""
+    """Lines of each function and method with its decorators, by name, as in ``World.sum``."""
     lines = {}
     path = ROOT / file
     if not path.exists():
