@@ -1,5 +1,8 @@
-"""Sample and grade all problems, and gather the results of all ranks: no metric depends on their
-number."""
+"""Sample and grade all problems, and gather the results of all ranks.
+
+Ranks exchange results of single completions, not averages: the metrics are the same for any number
+of ranks.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -7,7 +10,12 @@ from dataclasses import dataclass, replace
 from grpo.algorithm.batch import Group, Problem
 from grpo.config import Config
 from grpo.distributed import World
-from grpo.evaluation.estimate import CompletionResult, Estimate, estimates
+from grpo.evaluation.estimate import (
+    CompletionResult,
+    Estimate,
+    ResultsByProblem,
+    estimate_metrics,
+)
 from grpo.model import check_context
 from grpo.rollout import Engine, SamplingParams
 
@@ -19,20 +27,22 @@ class ProblemResult:
     problem: Problem
     greedy: CompletionResult
     samples: list[CompletionResult]
-    """Empty with greedy decoding only."""
+    """Empty if the evaluation has greedy decoding only."""
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The results of all problems, in their order and the same on every rank, and the metrics
-    computed from them."""
+    """The results of all problems, in the order of the dataset, and the metrics computed from them.
+
+    Every rank has the same.
+    """
 
     problems: list[ProblemResult]
     estimates: dict[str, Estimate]
 
     @property
     def metrics(self) -> dict[str, float]:
-        """``eval/...``: rates, lengths in tokens, rewards without their weights."""
+        """Name (``eval/...``) -> rate, length in tokens, or reward without its weight."""
         return {name: estimate.value for name, estimate in self.estimates.items()}
 
     @property
@@ -55,13 +65,16 @@ class Evaluation:
 
 
 def eval_sampling(config: Config) -> SamplingParams:
-    """The settings of the sampled completions of an evaluation; at temperature 0 there is only the
-    greedy one."""
+    """The sampling settings of an evaluation; at temperature 0 it has no samples, only greedy
+    completions."""
     settings = config.eval
     rollout = config.rollout
+    max_length = settings.max_completion_length or rollout.max_completion_length
+    # The filters are those of the section `eval`: with the filters of the rollout, the metrics of
+    # two runs that differ in them would not compare.
     return SamplingParams(
         num_generations=settings.num_samples,
-        max_completion_length=settings.max_completion_length or rollout.max_completion_length,
+        max_completion_length=max_length,
         temperature=settings.temperature,
         top_p=settings.top_p,
         top_k=settings.top_k,
@@ -72,8 +85,11 @@ def eval_sampling(config: Config) -> SamplingParams:
 
 
 def check_eval_context(config: Config, path: str, problems: Sequence[Problem]) -> None:
-    """``ValueError``, before weights are loaded, if a prompt and its completion exceed the model's
-    context."""
+    """Raise ``ValueError`` if a prompt and its completion exceed the context of the model at
+    ``path``.
+
+    The model's configuration is enough for this check, so it runs before any weights are loaded.
+    """
     check_context(
         path,
         problems,
@@ -86,7 +102,7 @@ def check_eval_context(config: Config, path: str, problems: Sequence[Problem]) -
 def evaluate(
     engine: Engine,
     problems: Sequence[Problem],
-    grade: Callable[[Sequence[Group]], list[list[CompletionResult]]],
+    grade: Callable[[Sequence[Group]], ResultsByProblem],
     world: World,
     sampling: SamplingParams,
     *,
@@ -96,45 +112,59 @@ def evaluate(
     """Evaluate a greedy completion of every problem and, if the temperature of ``sampling`` is
     above 0, its samples.
 
-    Rank r evaluates problems r, r + size, ... . Ranks exchange the results of single completions,
-    not averages, so the metrics are exact for any number of ranks. An error of ``grade`` on any
-    rank is raised on all ranks. ``on_problems`` is called with a number of problems after each
-    sampler call."""
-    own_indices = range(world.rank, len(problems), world.size)
-    # Problems of about the same length together have less padding.
-    by_length = sorted(own_indices, key=lambda index: len(problems[index].prompt_ids))
-    rounds = {
-        "greedy": replace(
-            sampling,
-            num_generations=1,
-            temperature=0.0,
-            top_p=1.0,
-            top_k=0,
-            min_p=0.0,
-        )
-    }
+    Rank r evaluates problems r, r + size, ... . An error of ``grade`` on one rank is raised on all
+    ranks.
+
+    Args:
+        problems: all problems, the same on every rank.
+        on_problems: called after each sampler call with its number of problems, for progress bars.
+    """
+    # Filters have no meaning in greedy decoding. They are off, whatever the samples use.
+    greedy_sampling = replace(
+        sampling,
+        num_generations=1,
+        temperature=0.0,
+        top_p=1.0,
+        top_k=0,
+        min_p=0.0,
+    )
+    rounds = {"greedy": greedy_sampling}
     if not sampling.is_greedy:
         rounds["samples"] = sampling
 
-    local_rows = {index: [] for index in own_indices}
+    # Problems of similar length in one call of the sampler have less padding.
+    indices = range(world.rank, len(problems), world.size)
+    by_length = sorted(indices, key=lambda index: len(problems[index].prompt_ids))
+
+    # Rewards run the user's code and may fail on one rank alone: all ranks then stop here, and none
+    # waits in gather_objects below. The block may take minutes, so a stop signal ends it at once.
+    results_of_rank = {index: [] for index in indices}
     with world.fail_together(), world.interruptible():
         for name, settings in rounds.items():
+            # At least one problem, also if its samples alone exceed the limit of a call.
             num_problems = max(engine.rows_per_call // settings.num_generations, 1)
             for start in range(0, len(by_length), num_problems):
-                part = by_length[start : start + num_problems]
-                chosen = [problems[index] for index in part]
-                groups = engine.generate(chosen, settings, seed_key=(seed, f"evaluation/{name}", 0))
-                for index, row in zip(part, grade(groups), strict=True):
-                    local_rows[index] += row
-                on_problems(len(part))
+                batch = by_length[start : start + num_problems]
+                # Step 0 in every evaluation of a run: the same random numbers each time, so that
+                # metrics differ by the weights alone.
+                groups = engine.generate(
+                    [problems[index] for index in batch],
+                    settings,
+                    seed_key=(seed, f"evaluation/{name}", 0),
+                )
+                for index, results in zip(batch, grade(groups), strict=True):
+                    results_of_rank[index] += results
+                on_problems(len(batch))
 
-    gathered = {}
-    for of_rank in world.gather_objects(local_rows):
-        gathered |= of_rank
-    results = []
+    results_by_index = {}
+    for results in world.gather_objects(results_of_rank):
+        results_by_index |= results
+
+    # The greedy round came first, so the greedy result is the first of each problem.
+    problem_results = []
     for index, problem in enumerate(problems):
-        greedy, *samples = gathered[index]
-        results.append(ProblemResult(problem, greedy, samples))
-    all_greedy = [result.greedy for result in results]
-    all_samples = [result.samples for result in results]
-    return Evaluation(results, estimates(all_greedy, all_samples))
+        greedy, *samples = results_by_index[index]
+        problem_results.append(ProblemResult(problem, greedy, samples))
+    all_greedy = [result.greedy for result in problem_results]
+    all_samples = [result.samples for result in problem_results]
+    return Evaluation(problem_results, estimate_metrics(all_greedy, all_samples))

@@ -1,24 +1,26 @@
 """Metrics of an evaluation: rates, pass@k and means, each with a 95% interval. Imports no torch.
 
-Samples of one problem are correlated, so one observation is the mean over the samples of one
-problem.
+The samples of one problem are correlated, so the unit of observation is the problem: its value is
+the mean over its samples.
 
 - Rates: Wilson's interval (1927) with the effective number of observations, ``p(1-p) / se^2``,
   where ``se`` is the standard error of the mean over problems (Kish, 1965; Dean and Pagano, 2015).
-  With one sample per problem that number is N. The interval stays within [0, 1], and it has a width
-  at 0 and N of N, where mean +- 2 se has none.
+  With one sample per problem that number is the number of problems, N. The interval stays within
+  [0, 1] and has a width at 0 of N and at N of N, where mean +- 2 se has none.
 - Other means (lengths, rewards): mean +- 1.96 se over problems, accurate for more than about 30
   problems.
-- One problem does not show how problems differ: its samples are one observation of a rate, a mean
-has no interval."""
+- A single problem does not show how much problems differ: its samples count as one observation of
+  a rate, and a mean has no interval.
+"""
 
-import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
+from math import comb, fsum, nan, sqrt
 from statistics import NormalDist
 
-Z = NormalDist().inv_cdf(0.975)  # 1.96 standard errors on each side of the mean
+Z = NormalDist().inv_cdf(0.975)
+"""Standard errors on each side of a mean that a 95% interval covers: 1.96."""
 
 
 @dataclass(frozen=True)
@@ -29,38 +31,43 @@ class CompletionResult:
     formatted: bool
     lenient: bool | None
     """True if the last number in the text equals the answer, with or without tags; None if the
-    problem has none."""
+    problem has no answer."""
     length: int
+    """Tokens that the model sampled."""
     truncated: bool
     rewards: dict[str, float | None] = field(default_factory=dict)
-    """The value of each reward, without its weight; None where the reward could not score."""
+    """The value of each reward, without its weight; None if the reward could not score."""
     scored: bool = True
     """False if the correctness reward could not score the completion, which then counts as
     wrong."""
     text: str | None = None
 
 
-Rows = Sequence[Sequence[CompletionResult]]
-"""The results of the completions of each problem."""
+ResultsByProblem = Sequence[Sequence[CompletionResult]]
+"""The results of the completions of each problem, equally many per problem."""
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """Unbiased estimate, from n samples of which c are correct, of the probability that at least
-    one of k is correct.
+    """Unbiased estimate of the probability that at least one of k samples is correct.
 
-    ``1 - C(n - c, k) / C(n, k)`` (Chen et al., 2021, eq. 1), with exact integers. ``ValueError`` if
-    c or k exceeds n."""
+    ``1 - C(n - c, k) / C(n, k)`` for n samples of which c are correct (Chen et al., 2021, eq. 1).
+
+    Raises:
+        ValueError: c or k exceeds n.
+    """
     if not (0 <= num_correct <= num_samples and 1 <= k <= num_samples):
         raise ValueError(
             f"num_correct={num_correct} or k={k} is not possible with num_samples={num_samples}"
         )
-    total = math.comb(num_samples, k)
-    return (total - math.comb(num_samples - num_correct, k)) / total
+    # Python's integers are exact: floats would lose the difference of two large binomials.
+    num_subsets = comb(num_samples, k)
+    num_wrong_subsets = comb(num_samples - num_correct, k)
+    return (num_subsets - num_wrong_subsets) / num_subsets
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A metric with its 95% interval and, for a share, the exact count: ``count`` of ``of``
+    """A metric with its 95% interval and, for a rate, the exact count: ``count`` of ``of``
     completions."""
 
     value: float
@@ -71,131 +78,173 @@ class Estimate:
 
 
 def wilson(rate: float, observations: float) -> tuple[float, float]:
-    """Wilson's score interval (1927) of a rate in [0, 1], from independent observations (not always
-    whole)."""
-    z2 = Z * Z / observations
-    centre = (rate + z2 / 2) / (1 + z2)
-    variance = rate * (1 - rate) / observations + z2 / (4 * observations)
-    half = Z / (1 + z2) * math.sqrt(variance)
-    # The interval contains the rate, also after rounding.
-    low = min(centre - half, rate)
-    high = max(centre + half, rate)
+    """Return ``(low, high)``, Wilson's score interval (1927) of a rate in [0, 1].
+
+    ``observations``: the number of independent observations, not necessarily an integer.
+    """
+    correction = Z * Z / observations
+    scale = 1 + correction
+    centre = (rate + correction / 2) / scale
+    sampling_variance = rate * (1 - rate) / observations
+    variance = sampling_variance + correction / (4 * observations)
+    half_width = Z / scale * sqrt(variance)
+
+    # At a rate of 0 or 1 one bound equals the rate, and rounding could leave the rate outside.
+    low = min(centre - half_width, rate)
+    high = max(centre + half_width, rate)
     return max(low, 0.0), min(high, 1.0)
 
 
 def rate_of(
     values: Sequence[float],
-    samples: int,
-    value: float | None = None,
+    num_samples: int,
+    exact_rate: float | None = None,
 ) -> tuple[float, float, float]:
-    """``(rate, low, high)`` from one number in [0, 1] per problem, each the mean of so many
-    ``samples``.
+    """Return ``(rate, low, high)`` from one value in [0, 1] per problem, the mean over its samples.
 
-    ``value`` is the rate, if it is known more exactly than the mean of ``values``.
+    Args:
+        num_samples: samples per problem.
+        exact_rate: the rate, if it is known without the rounding of a mean of ``values``.
     """
-    N = len(values)
-    mean = math.fsum(values) / N
-    p = mean if value is None else value
-    variance_of_mean = math.fsum((v - mean) ** 2 for v in values) / N / N
-    # Between N (all samples of a problem have the same result) and N * samples (samples are
-    # independent).
-    effective = N * samples
+    num_problems = len(values)
+    mean = fsum(values) / num_problems
+    rate = mean if exact_rate is None else exact_rate
+    squares = [(value - mean) ** 2 for value in values]
+    variance_of_mean = fsum(squares) / num_problems / num_problems
+
+    # With a variance of 0 the formula has no finite value. If all problems have the same rate
+    # between 0 and 1, nothing speaks against independent samples. If all samples are right, or all
+    # are wrong, those of a problem may be copies of one another: each problem then counts once,
+    # which gives the wider interval. A single problem counts once, too.
+    num_completions = num_problems * num_samples
+    observations = num_completions
     if variance_of_mean > 0:
-        effective = p * (1 - p) / variance_of_mean
-    elif p in (0, 1) or N == 1:
-        effective = N
-    effective = min(max(effective, N), N * samples)
-    return p, *wilson(p, effective)
+        observations = rate * (1 - rate) / variance_of_mean
+    elif rate in (0, 1) or num_problems == 1:
+        observations = num_problems
+
+    # The variance between a few problems is noisy. The number of observations stays between two
+    # extremes: all samples of a problem are alike, or all samples are independent.
+    observations = min(max(observations, num_problems), num_completions)
+    return rate, *wilson(rate, observations)
 
 
-def mean_of(rows: Sequence[Sequence[float]]) -> Estimate:
-    """The mean of all values, with its interval over problems (NaN for fewer than two), one row
-    each."""
-    mean = math.nan
-    se = math.nan
-    num_values = sum(map(len, rows))
+def mean_of(values_by_problem: Sequence[Sequence[float]]) -> Estimate:
+    """The mean of all values, with its interval over problems.
+
+    A problem may have any number of values, also none. The mean of no value is NaN, and so are both
+    bounds if fewer than two problems have values.
+    """
+    mean = nan
+    se = nan
+    num_values = sum(map(len, values_by_problem))
     if num_values > 0:
-        mean = math.fsum(itertools.chain(*rows)) / num_values
-    if sum(map(bool, rows)) > 1:
-        # The mean is the ratio of two sums over problems, which is linearised: each problem has a
-        # residual.
-        N = len(rows)
+        mean = fsum(chain(*values_by_problem)) / num_values
+
+    if sum(map(bool, values_by_problem)) > 1:
+        # The mean is a ratio of two sums over problems, and both vary with the choice of problems.
+        # The ratio is linearised at its value: each problem then contributes one residual.
+        num_problems = len(values_by_problem)
         squares = []
-        for row in rows:
-            residual = (math.fsum(row) - mean * len(row)) * N / num_values
-            squares.append(residual * residual)
-        se = math.sqrt(math.fsum(squares) / (N - 1) / N)
-    return Estimate(mean, mean - Z * se, mean + Z * se)
+        for values in values_by_problem:
+            residual = fsum(values) - mean * len(values)
+            scaled = residual * num_problems / num_values
+            squares.append(scaled * scaled)
+        se = sqrt(fsum(squares) / (num_problems - 1) / num_problems)
+    half_width = Z * se
+    return Estimate(mean, mean - half_width, mean + half_width)
 
 
-def estimates(
+def estimate_metrics(
     greedy: Sequence[CompletionResult],
-    samples: Rows,
+    samples: ResultsByProblem,
 ) -> dict[str, Estimate]:
-    """All metrics of an evaluation by name, from one greedy result per problem and equally many
-    samples, also none.
+    """All metrics of an evaluation by name.
 
-    ``eval/greedy_accuracy``; with samples, ``eval/mean@<n>`` and ``eval/pass@<k>`` for every k up
-    to n. Of the samples, or else of the greedy completions, ``format``, ``lenient_accuracy``,
-    ``mean_length``, ``truncated`` and ``rewards/<name>``; with samples, the first four of these for
-    the greedy completions too, as ``greedy_...``."""
-    greedy_rows = [[result] for result in greedy]
-    found = {"eval/greedy_accuracy": _share(greedy_rows, "correct")}
+    ``eval/greedy_accuracy``; with samples, ``eval/mean@<n>``, and ``eval/pass@<k>`` for every k up
+    to n. ``format``, ``lenient_accuracy``, ``mean_length``, ``truncated`` and ``rewards/<name>``
+    are computed over the samples, or over the greedy completions if there are no samples. With
+    samples, the first four are computed over the greedy completions too, as ``greedy_...``.
+
+    Args:
+        greedy: one result per problem.
+        samples: n results per problem; n may be 0.
+    """
+    greedy_results = [[result] for result in greedy]
+    metrics = {"eval/greedy_accuracy": _rate_of_attribute(greedy_results, "correct")}
     n = len(samples[0])
     if n == 0:
-        return found | _other_metrics(greedy_rows, "eval/")
+        return metrics | _completion_metrics(greedy_results, "eval/")
 
-    found[f"eval/mean@{n}"] = _share(samples, "correct")
+    metrics[f"eval/mean@{n}"] = _rate_of_attribute(samples, "correct")
     for k in range(1, n + 1):
-        shares = []
-        for row in samples:
-            num_correct = sum(result.correct for result in row)
-            shares.append(pass_at_k(n, num_correct, k))
-        found[f"eval/pass@{k}"] = Estimate(*rate_of(shares, n))
-    found |= _other_metrics(samples, "eval/")
-    for name, estimate in _other_metrics(greedy_rows, "eval/greedy_").items():
+        probabilities = []
+        for results in samples:
+            num_correct = sum(result.correct for result in results)
+            probabilities.append(pass_at_k(n, num_correct, k))
+        metrics[f"eval/pass@{k}"] = Estimate(*rate_of(probabilities, n))
+    metrics |= _completion_metrics(samples, "eval/")
+
+    for name, estimate in _completion_metrics(greedy_results, "eval/greedy_").items():
         if "rewards/" not in name:
-            found[name] = estimate
-    return found
+            metrics[name] = estimate
+    return metrics
 
 
 def metric_names(num_samples: int, rewards: Sequence[str]) -> list[str]:
     """The names of the metrics of an evaluation; ``num_samples`` is 0 with greedy decoding only."""
-    result = CompletionResult(False, False, False, 0, False, dict.fromkeys(rewards))
-    return list(estimates([result], [[result] * num_samples]))
+    # Names are read off the estimates of one made-up problem, so they cannot differ from those of
+    # an evaluation.
+    result = CompletionResult(
+        correct=False,
+        formatted=False,
+        lenient=False,
+        length=0,
+        truncated=False,
+        rewards=dict.fromkeys(rewards),
+    )
+    return list(estimate_metrics([result], [[result] * num_samples]))
 
 
-def _other_metrics(rows: Rows, prefix: str) -> dict[str, Estimate]:
+def _completion_metrics(results_by_problem: ResultsByProblem, prefix: str) -> dict[str, Estimate]:
+    """The metrics that are averages over single completions, other than accuracy."""
     lengths = []
-    for row in rows:
-        lengths.append([result.length for result in row])
-    found = {
-        f"{prefix}format": _share(rows, "formatted"),
-        f"{prefix}lenient_accuracy": _share(rows, "lenient"),
+    for results in results_by_problem:
+        lengths.append([result.length for result in results])
+    metrics = {
+        f"{prefix}format": _rate_of_attribute(results_by_problem, "formatted"),
+        f"{prefix}lenient_accuracy": _rate_of_attribute(results_by_problem, "lenient"),
         f"{prefix}mean_length": mean_of(lengths),
-        f"{prefix}truncated": _share(rows, "truncated"),
+        f"{prefix}truncated": _rate_of_attribute(results_by_problem, "truncated"),
     }
-    for name in rows[0][0].rewards:
+    for name in results_by_problem[0][0].rewards:
         scores = []
-        for row in rows:
-            values = [result.rewards[name] for result in row]
+        for results in results_by_problem:
+            values = [result.rewards[name] for result in results]
+            # A completion that could not be scored counts as wrong, but its reward is unknown: a 0
+            # would move the mean of a reward that is never 0.
             scores.append([value for value in values if value is not None])
-        found[f"{prefix}rewards/{name}"] = mean_of(scores)
-    return found
+        metrics[f"{prefix}rewards/{name}"] = mean_of(scores)
+    return metrics
 
 
-def _share(rows: Rows, attribute: str) -> Estimate:
-    """The share of completions for which an attribute of their result is true; problems with None
-    are left out."""
+def _rate_of_attribute(results_by_problem: ResultsByProblem, attribute: str) -> Estimate:
+    """The share of completions whose result has a true ``attribute``.
+
+    Problems where it is None are left out. Without any other problem, the rate is NaN.
+    """
     counts = []
-    for row in rows:
-        values = [getattr(result, attribute) for result in row]
+    for results in results_by_problem:
+        values = [getattr(result, attribute) for result in results]
+        # None holds for all completions of a problem: it has no reference answer.
         if None not in values:
             counts.append(sum(values))
     if not counts:
-        return mean_of([])  # of nothing
-    n = len(rows[0])
+        return mean_of([])
+    n = len(results_by_problem[0])
     count = sum(counts)
-    of = n * len(counts)
-    shares = [c / n for c in counts]
-    return Estimate(*rate_of(shares, n, count / of), count, of)
+    num_completions = n * len(counts)
+    rates = [count_of_problem / n for count_of_problem in counts]
+    # A mean of rounded rates, such as thirds, may miss the exact rate in its last digit.
+    rate, low, high = rate_of(rates, n, count / num_completions)
+    return Estimate(rate, low, high, count, num_completions)

@@ -1,11 +1,11 @@
-"""Grade completions with the rewards of a run: is a completion correct, well-formed, correct by its
-last number."""
+"""Grade completions with the rewards of a run: is a completion correct, is it well-formed, is its
+last number the answer."""
 
 from collections.abc import Sequence
 
 from grpo.algorithm.batch import Completion, Group, Problem
 from grpo.config import EvalConfig
-from grpo.evaluation.estimate import CompletionResult
+from grpo.evaluation.estimate import CompletionResult, ResultsByProblem
 from grpo.rewards import RewardRunner
 from grpo.rewards.answers import equals_reference, extract_answer, has_format
 from grpo.rewards.builtin import COMPARING
@@ -13,16 +13,18 @@ from grpo.rewards.calls import OUTSIDE_TRAINING, TrainerState
 from grpo.rewards.scores import score_groups
 
 ANSWER_CHECKERS = (*COMPARING, "countdown", "python_tests", "reasoning_gym")
-"""The built-in rewards that check an answer."""
+"""The built-in rewards that check an answer, as opposed to its form or length."""
 
 
 class Grader:
-    """``grade(groups)``: the results of each group's completions, from the rewards of the run.
+    """Grades completions by the rewards of the run; an instance is called with groups.
 
-    Correct: the reward ``eval.correctness`` (by default the first that checks answers) is above
-    ``correct_above``. Well-formed: the reward ``eval.format`` (by default ``format``) is above 0.
-    Without it, a response is well-formed if it has an answer where ``accuracy`` looks for one
-    (modes ``boxed``, ``####``), else if it has think and answer tags."""
+    - Correct: the reward ``eval.correctness`` is above ``eval.correct_above``. Default: the first
+      reward that checks answers, or else the first reward.
+    - Well-formed: the reward ``eval.format`` is above 0. Default: the reward ``format``. Without
+      that reward, a response is well-formed if it has an answer where ``accuracy`` looks for one
+      (modes ``boxed`` and ``####``), and in other modes if it has think and answer tags.
+    """
 
     def __init__(
         self,
@@ -39,41 +41,54 @@ class Grader:
         self.format = config.format
         if self.format is None and "format" in names:
             self.format = "format"
+
+        # The mode of `accuracy` says where a response has its answer; other rewards do not tell.
         spec = rewards.specs[names.index(self.correctness)]
         self.mode = None
         if spec.name == "accuracy":
             self.mode = spec.args.get("mode")
 
-    def __call__(self, groups: Sequence[Group]) -> list[list[CompletionResult]]:
-        rows = iter(score_groups(self.rewards, groups, self.trainer_state).values)
-        results = []
+    def __call__(self, groups: Sequence[Group]) -> ResultsByProblem:
+        """The results of each group's completions."""
+        # All groups are scored at once: rewards run in parallel over the completions of one call.
+        scored = score_groups(self.rewards, groups, self.trainer_state)
+        rows = iter(scored.values)
+        results_by_problem = []
         for group in groups:
-            graded = []
+            results = []
             for completion in group.completions:
-                graded.append(self._grade(group.problem, completion, next(rows)))
-            results.append(graded)
-        return results
+                results.append(self._grade(group.problem, completion, next(rows)))
+            results_by_problem.append(results)
+        return results_by_problem
 
     def _grade(
         self,
         problem: Problem,
         completion: Completion,
-        row: list[float | None],
+        values: list[float | None],
     ) -> CompletionResult:
-        rewards = dict(zip(self.rewards.names, row, strict=True))
+        """``values``: one per reward, None if the reward could not score the completion."""
+        rewards = dict(zip(self.rewards.names, values, strict=True))
         correctness = rewards[self.correctness]
         text = completion.text
         answer = problem.columns.get("answer")
+
+        # Lenient accuracy ignores the form. Beside the accuracy, it tells a model that learns the
+        # format from one that learns to solve problems.
         lenient = None
         if answer is not None:
             last_number = extract_answer(text, mode="lenient")
             lenient = equals_reference(last_number, answer)
+
         if self.format:
             formatted = (rewards[self.format] or 0.0) > 0
         elif self.mode in ("boxed", "####"):
             formatted = extract_answer(text, self.mode) is not None
         else:
             formatted = has_format(text)
+
+        # An unscored completion is wrong, not left out: a reward that fails on hard problems would
+        # otherwise raise the accuracy.
         return CompletionResult(
             correct=correctness is not None and correctness > self.correct_above,
             formatted=formatted,
@@ -87,15 +102,20 @@ class Grader:
 
 
 def correctness_note(config: EvalConfig, names: Sequence[str]) -> str | None:
-    """A note on the reward that decides what is correct, if nothing says that it checks answers."""
+    """A note that names the reward which decides what is correct, unless that reward is configured
+    or is known to check answers."""
     if config.correctness or set(names) & set(ANSWER_CHECKERS):
         return None
     rule = f"evaluations count a completion as correct if {names[0]} > {config.correct_above:g}"
-    return f"note: no reward is known to check answers, so {rule}; eval.correctness=REWARD chooses another"
+    return (
+        f"note: no reward is known to check answers, so {rule}; "
+        "eval.correctness=REWARD chooses another"
+    )
 
 
 def check_reward_names(config: EvalConfig, names: Sequence[str]) -> None:
-    """``ValueError`` unless ``eval.correctness`` and ``eval.format`` are among the rewards."""
+    """Raise ``ValueError`` unless ``eval.correctness`` and ``eval.format`` name rewards of the
+    run."""
     unknown = {config.correctness, config.format} - {None, *names}
     if unknown:
         raise ValueError(

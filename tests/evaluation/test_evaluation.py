@@ -14,7 +14,7 @@ from grpo.config import EvalConfig, make_config
 from grpo.distributed import World
 from grpo.evaluation import metric_names, pass_at_k
 from grpo.evaluation.collect import eval_sampling, evaluate
-from grpo.evaluation.estimate import CompletionResult, estimates, mean_of, rate_of, wilson
+from grpo.evaluation.estimate import CompletionResult, estimate_metrics, mean_of, rate_of, wilson
 from grpo.evaluation.grading import Grader
 from grpo.rewards.runner import RewardSpec
 from grpo.rollout import BuiltinEngine, SamplingParams
@@ -137,7 +137,7 @@ def test_every_metric_of_two_problems_by_hand():
         [result(True, 1.0), result(False, 0.0)],
         [result(False, None, scored=False), result(False, 0.5)],
     ]
-    found = estimates([result(True, 1.0), result(False, 0.0)], samples)
+    found = estimate_metrics([result(True, 1.0), result(False, 0.0)], samples)
     values = {name.removeprefix("eval/"): estimate.value for name, estimate in found.items()}
     assert values == {
         "greedy_accuracy": 0.5, "mean@2": 0.25, "pass@1": 0.25, "pass@2": 0.5, "format": 1.0, "lenient_accuracy": 0.0,
@@ -146,11 +146,13 @@ def test_every_metric_of_two_problems_by_hand():
     }  # fmt: skip
     assert (found["eval/mean@2"].count, found["eval/mean@2"].of) == (1, 4)
     # No share of what nothing could be compared with.
-    found = estimates(
+    found = estimate_metrics(
         [result(True, 1.0, None), result(False, 1.0, True), result(False, 1.0)], [[], [], []]
     )
     assert (found["eval/lenient_accuracy"].value, found["eval/lenient_accuracy"].of) == (0.5, 2)
-    assert math.isnan(estimates([result(True, 1.0, None)], [[]])["eval/lenient_accuracy"].value)
+    assert math.isnan(
+        estimate_metrics([result(True, 1.0, None)], [[]])["eval/lenient_accuracy"].value
+    )
 
 
 def test_wilsons_interval():
