@@ -182,7 +182,8 @@ def estimate_metrics(
         for results in samples:
             num_correct = sum(result.correct for result in results)
             probabilities.append(pass_at_k(n, num_correct, k))
-        metrics[f"eval/pass@{k}"] = Estimate(*rate_of(probabilities, n))
+        rate, low, high = rate_of(probabilities, n)
+        metrics[f"eval/pass@{k}"] = Estimate(rate, low, high)
     metrics |= _completion_metrics(samples, "eval/")
 
     for name, estimate in _completion_metrics(greedy_results, "eval/greedy_").items():

@@ -1,4 +1,4 @@
-"""Builds the report: one HTML file that holds the runs as JSON and a script that shows them.
+"""Build the report: one HTML file that holds the runs as JSON and a script that shows them.
 
 The text of completions is not trusted, and no HTML parser reads it: in the JSON every character
 that could end the script element is escaped, the script fills text nodes only, and the page's
@@ -32,14 +32,16 @@ SCRIPTS = (
     "tables.js",
     "main.js",
 )
+"""Files of the template, in the order in which they make up the script of the page."""
 MAX_POINTS = 1500
 """Points of a curve; of longer runs only every n-th step is shown."""
-LOGPROBS = (
+LOGPROB_FIELDS = (
     "logprobs",
     "updated_logprobs",
     "ref_logprobs",
 )
-SHOWN_AS_IT_IS = (
+"""Fields of a completion's record with one number per token."""
+COPIED_FIELDS = (
     "step",
     "problem",
     "prompt",
@@ -49,7 +51,7 @@ SHOWN_AS_IT_IS = (
     "finished",
     "tokens",
 )
-"""Fields of a completion's record."""
+"""Fields of a completion's record that the page holds unchanged."""
 
 
 def build_page(
@@ -57,39 +59,47 @@ def build_page(
     *,
     reload_s: int | None = None,
 ) -> str:
-    """The whole file as ASCII text. An open page reloads its file every ``reload_s`` seconds; with
-    None it does not."""
+    """The HTML file as ASCII text. An open page reloads its file every ``reload_s`` seconds.
+    Default: it does not."""
     names = [run.name for run in runs]
     if len(set(names)) < len(names):
+        # Runs with other seeds may have one name, and the page tells runs apart by name.
         names = [f"{name} ({i})" for i, name in enumerate(names, start=1)]
-    shown = []
+    run_entries = []
     for name, run in zip(names, runs, strict=True):
-        shown.append(_run(run) | {"name": name})
+        run_entries.append(_run_entry(run) | {"name": name})
     data = {
         "generated": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
         "reload_s": reload_s,
-        "notes": _differences(runs),
-        "runs": shown,
+        "notes": _comparison_notes(runs),
+        "runs": run_entries,
     }
 
+    # The policy names the script by its hash: a browser runs no other, whatever a model wrote.
     script = "".join(map(_template, SCRIPTS))
     script = f'(function () {{\n"use strict";\n{script}}})();\n'
     digest = hashlib.sha256(script.encode()).digest()
-    digest = base64.b64encode(digest).decode()
+    script_hash = base64.b64encode(digest).decode()
+    policy = (
+        "default-src 'none'; style-src 'unsafe-inline'; img-src data:; "
+        f"script-src 'sha256-{script_hash}'"
+    )
     title = printable("GRPO: " + ", ".join(names))
     parts = {
         "TITLE": html.escape(title),
-        "POLICY": f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{digest}'",
+        "POLICY": policy,
         "STYLE": _template("style.css"),
         "DATA": embed(data),
         "SCRIPT": script,
     }
+
     # Not str.format or repeated replace: a part may contain the name of another part, such as
     # @@DATA@@.
     texts = _template("page.html").split("@@")
     texts[1::2] = [parts[name] for name in texts[1::2]]
-    whole = "".join(texts)
-    return whole.encode("ascii", "xmlcharrefreplace").decode("ascii")
+    page = "".join(texts)
+    # Only the title can have other characters: the JSON is ASCII, and so is the template.
+    return page.encode("ascii", "xmlcharrefreplace").decode("ascii")
 
 
 def embed(data: Any) -> str:
@@ -99,6 +109,7 @@ def embed(data: Any) -> str:
         allow_nan=False,
         separators=(",", ":"),
     )
+    # In JSON these characters occur in strings alone, where an escape means the same.
     for character in "&<>":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return text
@@ -109,13 +120,14 @@ def _template(name: str) -> str:
     return file.read_text(encoding="utf-8")
 
 
-def _differences(runs: Sequence[RunData]) -> list[str]:
+def _comparison_notes(runs: Sequence[RunData]) -> list[str]:
     """A note if the evaluations of the runs cannot be compared."""
-    settings = [read.evaluation_settings(run) for run in runs if read.evaluations(run)]
+    evaluated = [read.evaluation_settings(run) for run in runs if read.evaluations(run)]
     different = set()
-    for one in settings:
-        for name in one.keys() | settings[0].keys():
-            if one.get(name) != settings[0].get(name):
+    for settings in evaluated:
+        first = evaluated[0]
+        for name in settings.keys() | first.keys():
+            if settings.get(name) != first.get(name):
                 different.add(name)
     if not different:
         return []
@@ -123,30 +135,32 @@ def _differences(runs: Sequence[RunData]) -> list[str]:
     return [f"The runs were evaluated differently, so these numbers do not compare: {listed}."]
 
 
-def _run(run: RunData) -> dict[str, Any]:
+def _run_entry(run: RunData) -> dict[str, Any]:
+    """A run as the page's script reads it."""
+    # Lines without a reward are evaluations before the first step. They have curves of their own.
     steps = [line for line in run.metrics if "reward" in line]
     stride = math.ceil(len(steps) / MAX_POINTS)
     thinned = every_nth(steps, stride)
-    names = {}
-    for line in steps:
-        names |= line
     series = {}
-    for name in names:
-        if name != "step" and not name.startswith("eval/"):
-            series[name] = [_short(line.get(name)) for line in thinned]
+    for name in read.metric_names(steps):
+        if not name.startswith("eval/"):
+            series[name] = [_rounded(line.get(name)) for line in thinned]
+
+    # The clock is summed before it is thinned: else it would lack the time of the steps left out.
     durations = []
     for line in steps:
-        evaluation = line.get("time/eval") or 0.0
-        durations.append(line["step_time"] + evaluation if line.get("step_time") else evaluation)
+        step_time = line.get("step_time") or 0.0
+        evaluation_time = line.get("time/eval") or 0.0
+        durations.append(step_time + evaluation_time)
     seconds = list(accumulate(durations))
 
+    # A hint belongs to the step where it first holds, so all steps are gone through in order.
     hints = Hints()
-    given = []
+    hints_by_step = []
     for line in steps:
         for hint in hints.update(line):
-            given.append([line["step"], hint])
+            hints_by_step.append([line["step"], hint])
 
-    defaults = flat(Config().model_dump(mode="json"))
     subject = [
         run.config.get("model.name_or_path"),
         run.config.get("data.dataset"),
@@ -162,10 +176,16 @@ def _run(run: RunData) -> dict[str, Any]:
     notes = list(run.notes)
     if stride > 1:
         notes.append(f"Curves show every {stride}th of {len(steps)} steps.")
+
+    # Evaluations are few, so their curves show all of them.
     evaluated = read.evaluations(run)
     eval_series = {}
-    for name in read.evaluation_names(run):
+    for name in read.metric_names(evaluated):
         eval_series[name] = [line.get(name) for line in evaluated]
+
+    # The page lists changed keys first. A key without a default was written by another version.
+    default_config = Config().model_dump(mode="json")
+    defaults = flat(default_config)
     changed = []
     for key, value in run.config.items():
         if key not in defaults or defaults[key] != value:
@@ -177,41 +197,43 @@ def _run(run: RunData) -> dict[str, Any]:
         "seconds": seconds[-1] if seconds else 0.0,
         "steps": [line["step"] for line in thinned],
         "series": series,
-        "clock": [_short(value) for value in every_nth(seconds, stride)],
+        "clock": [_rounded(value) for value in every_nth(seconds, stride)],
         "eval_steps": [line["step"] for line in evaluated],
         "eval_series": eval_series,
         "comparison": read.before_and_after(run),
         "reward": read.reward_before_and_after(run),
-        "config": _texts(run.config),
+        "config": _as_texts(run.config),
         "changed": changed,
-        "starts": [_texts(start) for start in run.starts],
-        "hints": given,
+        "starts": [_as_texts(start) for start in run.starts],
+        "hints": hints_by_step,
         "notes": notes,
-        "samples": [_sample(record) for record in run.samples],
+        "samples": [_sample_entry(record) for record in run.samples],
     }
 
 
-def _sample(record: dict[str, Any]) -> dict[str, Any]:
-    """A completion as the page shows it."""
+def _sample_entry(record: dict[str, Any]) -> dict[str, Any]:
+    """A completion as the page's script reads it."""
+    # Only runs with turns write this field: which tokens the model sampled itself.
     sample = {"sampled": record.get("sampled")}
-    for key in SHOWN_AS_IT_IS:
+    for key in COPIED_FIELDS:
         sample[key] = record[key]
     for key in ("reward", "advantage"):
-        sample[key] = _short(record[key])
-    sample["rewards"] = {name: _short(value) for name, value in record["rewards"].items()}
-    for key in LOGPROBS:
-        values = record[key]
-        sample[key] = values and [_short(value) for value in values]
+        sample[key] = _rounded(record[key])
+    sample["rewards"] = {name: _rounded(value) for name, value in record["rewards"].items()}
+    for key in LOGPROB_FIELDS:
+        values = record[key]  # None for the reference, if the run has none
+        sample[key] = values and [_rounded(value) for value in values]
     return sample
 
 
-def _short(value: float | None) -> float | None:
-    """Rounded to five digits: more than a curve can show, and a smaller file."""
+def _rounded(value: float | None) -> float | None:
+    """The value with five digits; None for a value that was not computed."""
+    # Five digits are more than a curve can show, and the file is smaller.
     return float(f"{value:.5g}") if is_computed(value) else None
 
 
-def _texts(values: dict[str, Any]) -> dict[str, str]:
-    """The values as text."""
+def _as_texts(values: dict[str, Any]) -> dict[str, str]:
+    """The values as text: a value of another type is written as JSON."""
     texts = {}
     for key, value in values.items():
         texts[key] = value

@@ -1,4 +1,8 @@
-"""Reads the folder of a run, also while the run goes on."""
+"""Read the folder of a run, also while the run goes on.
+
+The trainer may append a line or write a file at any moment, so a half-written line is left out, and
+a file of completions that cannot be read is a note in the report, not an error.
+"""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,9 +16,10 @@ from grpo.telemetry.console import is_rate
 from grpo.telemetry.records import computed, json_safe, read_lines
 from grpo.telemetry.samples import read_samples
 
-MEAN_OVER = 10
-"""Steps whose mean reward is shown, of the first and of the last; fewer in a short run."""
-NOT_OF_EVALUATIONS = (
+MAX_STEPS_OF_MEAN = 10
+"""The mean reward is shown over this many of the first and of the last steps; over fewer in a short
+run."""
+KEYS_NOT_COMPARED = (
     "data.dataset",
     "data.eval_dataset",
     "data.max_eval",
@@ -24,8 +29,8 @@ NOT_OF_EVALUATIONS = (
     "eval.every",
     "eval.max_",
 )
-"""Beginnings of keys of ``data`` and ``eval`` on which no evaluation depends, or which are compared
-otherwise."""
+"""Prefixes of the keys of ``data`` and ``eval`` that :func:`evaluation_settings` leaves out: no
+evaluation depends on them, or their effect is compared instead (the number of problems)."""
 
 
 @dataclass
@@ -40,10 +45,10 @@ class RunData:
     config: dict[str, Any]
     """Dotted key -> value."""
     starts: list[dict[str, Any]]
-    """See ``grpo.telemetry.records``."""
+    """Command, versions and device of each start of the run (``starts.jsonl``)."""
     is_complete: bool
     samples: list[dict[str, Any]] = field(default_factory=list)
-    """Records of ``grpo.telemetry.samples``, by step."""
+    """Records of completions (``grpo.telemetry.samples``), by step."""
     notes: list[str] = field(default_factory=list)
     """Notes on data that could not be read or was left out; shown in the report."""
 
@@ -53,27 +58,39 @@ def read_run(
     *,
     max_samples: int = 400,
 ) -> RunData:
-    """Read a run; of more than about ``max_samples`` completions, those of every n-th step; 0:
-    none."""
+    """Read the files of a run.
+
+    Args:
+        max_samples: about how many completions to read. Of more, the completions of every n-th step
+            are read; of 0, none.
+
+    Raises:
+        ValueError: the folder holds no run.
+    """
     folder = Path(folder)
-    file = folder / "config.yaml"
+    config_file = folder / "config.yaml"
     values = {}
-    if file.exists():
-        values = yaml.safe_load(file.read_bytes()) or {}
+    if config_file.exists():
+        # YAML reads an empty file, as a full disk leaves it, as None.
+        values = yaml.safe_load(config_file.read_bytes()) or {}
+        # The entry repeats the values that the user set, for a run that is resumed.
         values.pop("given", None)
     elif not (folder / "metrics.jsonl").exists():
         raise ValueError(f"{folder} is not a run: it has neither metrics.jsonl nor config.yaml")
     config = flat(values)
 
+    # The line of the last step is written before its checkpoint. A run that was killed in between
+    # has more to do, so the line alone does not make a run complete.
     metrics = list(_by_step(folder / "metrics.jsonl").values())
     last = metrics[-1] if metrics else {}
     max_steps = config.get("optim.max_steps")
     if max_steps is None:
-        # An epoch is a sum of fractions.
+        # The epoch of a step is a sum of fractions, and may miss the whole number by rounding.
         is_last = last.get("epoch", 0) >= config.get("optim.num_epochs", 0) - 1e-9
     else:
         is_last = last.get("step", 0) >= max_steps
     has_checkpoint = (folder / f"checkpoint-{last.get('step')}").is_dir()
+
     run = RunData(
         name=str(config.get("logging.run_name") or folder.resolve().name),
         metrics=metrics,
@@ -92,6 +109,7 @@ def read_run(
 def _by_step(path: Path) -> dict[int, dict[str, Any]]:
     """The objects of a file by their step, in order. If a step comes twice, the later line
     counts."""
+    # Python reads NaN, which the JSON of the page cannot have. None is a gap in the curve.
     lines = {line["step"]: json_safe(line) for line in read_lines(path)}
     return dict(sorted(lines.items()))
 
@@ -102,115 +120,138 @@ def _read_completions(
     max_samples: int,
 ) -> None:
     """Add the completions of every n-th step, and of the last one."""
+    # Counted from the configuration: opening each file to count its rows would take long.
     paths = sorted(folder.glob("step_*.parquet"))
     per_step = run.config.get("logging.log_completions", 1)
-    shown = every_nth(paths, len(paths) * per_step // max_samples)
-    if len(shown) < len(paths):
+    stride = len(paths) * per_step // max_samples
+    paths_read = every_nth(paths, stride)
+    if len(paths_read) < len(paths):
         run.notes.append(
-            f"Completions of {len(shown)} of {len(paths)} steps are shown; --max-samples shows more."
+            f"Completions of {len(paths_read)} of {len(paths)} steps are shown; "
+            "--max-samples shows more."
         )
-    for path in shown:
+    for path in paths_read:
+        # After a power cut a file may be damaged. All errors of pyarrow inherit from one of these.
         try:
             run.samples.extend(read_samples(path))
-        except (
-            OSError,
-            ValueError,
-        ):  # after a power cut; pyarrow's errors inherit from one of the two
+        except (OSError, ValueError):
             run.notes.append(f"completions/{path.name} could not be read.")
 
 
 def every_nth(items: list[Any], n: int) -> list[Any]:
     """The last item, and each n-th before it."""
+    # Taken from the end: the newest step is the one that somebody who watches a run looks for.
     return items[:: -max(n, 1)][::-1]
 
 
 def evaluations(run: RunData) -> list[dict[str, Any]]:
     """Step and evaluation metrics of the steps that have an evaluation."""
-    found = []
+    lines = []
     for line in run.metrics:
         names = [name for name in line if name.startswith("eval/")]
         if names:
-            found.append({name: line[name] for name in ("step", *names)})
-    return found
+            lines.append({name: line[name] for name in ("step", *names)})
+    return lines
 
 
-def evaluation_names(run: RunData) -> list[str]:
-    """The evaluation metrics of a run."""
+def metric_names(lines: list[dict[str, Any]]) -> list[str]:
+    """The metrics that any of the lines has, in order of their first appearance."""
     names = {}
-    for line in evaluations(run):
+    for line in lines:
         names |= line
     names.pop("step", None)
     return list(names)
 
 
 def before_and_after(run: RunData) -> list[dict[str, Any]]:
-    """``{name, is_rate, before, after}`` of each evaluation metric; sides are ``{step, value, low,
-    high}`` or None.
+    """One row ``{name, is_rate, before, after}`` per evaluation metric.
 
-    ``before`` is the evaluation of step 0, before training. ``low`` and ``high`` are the 95%
-    interval, or None."""
-    found = evaluations(run)
+    ``before`` is the evaluation of step 0, before training, and ``after`` the last one, each as in
+    :func:`_with_interval`.
+    """
+    lines = evaluations(run)
+    names = metric_names(lines)
     before = {}
-    if found and found[0]["step"] == 0:
-        before = found.pop(0)
-    after = found[-1] if found else {}
+    if lines and lines[0]["step"] == 0:
+        # Without a later evaluation there is no comparison: one number is not both sides of it.
+        before = lines.pop(0)
+    after = lines[-1] if lines else {}
+
     rows = []
-    for name in evaluation_names(run):
+    for name in names:
         row = {
             "name": name,
             "is_rate": is_rate(name),
+            "before": _with_interval(run, before, name),
+            "after": _with_interval(run, after, name),
         }
-        for side, line in ("before", before), ("after", after):
-            row[side] = None
-            if line.get(name) is not None:
-                intervals = run.intervals.get(line["step"], {})
-                low, high = intervals.get(name, (None, None))
-                row[side] = {
-                    "step": line["step"],
-                    "value": line[name],
-                    "low": low,
-                    "high": high,
-                }
         rows.append(row)
     return rows
 
 
+def _with_interval(run: RunData, line: dict[str, Any], name: str) -> dict[str, Any] | None:
+    """``{step, value, low, high}`` of a metric; None if the line has no value of it.
+
+    ``low`` and ``high`` are the 95% interval, None if the evaluation wrote none.
+    """
+    if line.get(name) is None:
+        return None
+    step = line["step"]
+    low, high = run.intervals.get(step, {}).get(name, (None, None))
+    return {
+        "step": step,
+        "value": line[name],
+        "low": low,
+        "high": high,
+    }
+
+
 def reward_before_and_after(run: RunData) -> dict[str, Any] | None:
-    """A row as of :func:`before_and_after`: the mean reward of the first and of the last steps."""
+    """The mean reward of the first and of the last steps, in a row as in :func:`before_and_after`.
+
+    None for a run of fewer than two steps with a reward.
+    """
+    # Each side has at most half of the steps: a step on both sides would make them more alike.
     steps = [line for line in map(computed, run.metrics) if "reward" in line]
-    count = min(MEAN_OVER, len(steps) // 2)
+    count = min(MAX_STEPS_OF_MEAN, len(steps) // 2)
     if count == 0:
         return None
-    row = {
+    return {
         "name": "reward",
         "label": f"reward, mean of {count} steps",
         "is_rate": False,
+        "before": _mean_reward(steps[:count]),
+        "after": _mean_reward(steps[-count:]),
     }
-    for side, lines in ("before", steps[:count]), ("after", steps[-count:]):
-        row[side] = {
-            "first": lines[0]["step"],
-            "step": lines[-1]["step"],
-            "value": fmean(line["reward"] for line in lines),
-            "low": None,
-        }
-    return row
+
+
+def _mean_reward(lines: list[dict[str, Any]]) -> dict[str, Any]:
+    # There is no interval: the policy changes from step to step, so the spread of their rewards is
+    # not an error of the mean.
+    return {
+        "first": lines[0]["step"],
+        "step": lines[-1]["step"],
+        "value": fmean(line["reward"] for line in lines),
+        "low": None,
+    }
 
 
 def evaluation_settings(run: RunData) -> dict[str, Any]:
-    """The settings on which the numbers of an evaluation depend besides the model, rewards and
+    """The settings on which the numbers of an evaluation depend, besides the model, rewards and
     seed."""
     config = run.config
     start = run.starts[-1] if run.starts else {}
-    limit = config.get("eval.max_completion_length")
+    # Settings with a fallback are compared by the value that acts: two runs may reach the same one
+    # by different keys.
     data = config.get("data.eval_dataset")
+    limit = config.get("eval.max_completion_length")
     settings = {
         "evaluation data": data or config.get("data.dataset"),
         "eval.max_completion_length": limit or config.get("rollout.max_completion_length"),
         "number of problems": start.get("num_eval_problems"),
     }
     for key, value in config.items():
-        is_used = key.startswith(("eval.", "data.", "rollout.stop"))
-        is_other = key.startswith(NOT_OF_EVALUATIONS)
-        if is_used and not is_other:
+        is_of_evaluations = key.startswith(("eval.", "data.", "rollout.stop"))
+        if is_of_evaluations and not key.startswith(KEYS_NOT_COMPARED):
             settings[key] = value
     return settings
