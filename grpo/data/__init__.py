@@ -7,6 +7,15 @@ from grpo.data.schedule import Schedule, check_enough
 from grpo.data.table import Rows, fingerprint, load_rows
 
 __all__ = [
-    "PYTHON_ROWS", "ProblemSet", "Rows", "Schedule", "check_enough", "count_shared", "fingerprint", "load_rows",
-    "make_problems", "render", "rows_of",
-]  # fmt: skip
+    "PYTHON_ROWS",
+    "ProblemSet",
+    "Rows",
+    "Schedule",
+    "check_enough",
+    "count_shared",
+    "fingerprint",
+    "load_rows",
+    "make_problems",
+    "render",
+    "rows_of",
+]

@@ -1,4 +1,4 @@
-"""From a prompt to the text and the tokens that the model reads: chat template, special tokens,
+"""Turn prompts into the text and the tokens that the model reads: chat template, special tokens,
 BOS."""
 
 import re
@@ -8,25 +8,33 @@ from typing import Any
 from grpo.config import DataConfig
 
 Prompt = str | list[dict]
-"""A text, or chat messages with ``role``, ``content`` and what else the chat template reads."""
+"""A text, or chat messages with ``role``, ``content`` and any other key that the chat template
+reads."""
 
-MARKS = re.compile(r"<[|｜][^<>\s]+[|｜]>|\[/?[A-Z_]+\]|<\w+_of_\w+>")
-"""Marks of turns in chat templates, special tokens or plain text: ``<|user|>``, ``[INST]``,
+TURN_MARKER = re.compile(r"<[|｜][^<>\s]+[|｜]>|\[/?[A-Z_]+\]|<\w+_of_\w+>")
+"""Markers of turns in chat templates, as special tokens or plain text: ``<|user|>``, ``[INST]``,
 ``<start_of_turn>``."""
 
 
 def conversation(prompt: Prompt, config: DataConfig) -> list[dict]:
     """A prompt as chat messages: system prompt, worked examples, question."""
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-    lead = []
-    if messages[0]["role"] == "system":  # the system prompt of a row replaces the configured one
-        lead.append(messages.pop(0))
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    question = list(prompt)
+
+    # A system prompt in the row belongs to this problem, so it takes the place of the configured
+    # one. Many templates refuse two.
+    context = []
+    if question[0]["role"] == "system":
+        context.append(question.pop(0))
     elif config.system_prompt:
-        lead.append({"role": "system", "content": config.system_prompt})
+        context.append({"role": "system", "content": config.system_prompt})
     for example in config.few_shot:
-        lead.append({"role": "user", "content": example["prompt"]})
-        lead.append({"role": "assistant", "content": example["completion"]})
-    return lead + messages
+        context += [
+            {"role": "user", "content": example["prompt"]},
+            {"role": "assistant", "content": example["completion"]},
+        ]
+    return context + question
 
 
 def render(
@@ -42,10 +50,11 @@ def render(
     but the question.
 
     Args:
-        schemas: tools that the chat template shows.
+        schemas: schemas of the tools that the chat template shows.
 
-    Raises: ValueError: the chat template refuses the messages, or turns of a conversation would
-        lose their roles.
+    Raises:
+        ValueError: the chat template refuses the messages, or turns of a conversation would lose
+            their roles.
     """
     messages = conversation(prompt, config)
     if tokenizer.chat_template and config.prompt_template is None:
@@ -56,17 +65,20 @@ def render(
                 schemas=schemas,
                 template_kwargs=config.chat_template_kwargs,
             )
-        except Exception as error:  # a chat template is a program that comes with the model
+        except Exception as error:
+            # A chat template is a program that comes with the model: it may raise anything.
             raise ValueError(
                 f"the model's chat template refuses {messages!s:.200}: {error}"
             ) from error
 
+    # Joined as plain text, the turns of a user and of a model would look alike.
     if not isinstance(prompt, str) and len(prompt) > 1:
         raise ValueError(
             f"a prompt is a conversation of {len(prompt)} messages, and no chat template would say "
             "who speaks: set model.chat_template=FILE, without data.prompt_template"
         )
     if config.prompt_template is not None:
+        # Not str.format: templates and questions contain braces of code and LaTeX.
         return config.prompt_template.replace("{prompt}", messages[-1]["content"])
     return "\n\n".join(message["content"] for message in messages)
 
@@ -80,11 +92,14 @@ def apply_template(
     begins_next_turn: bool = True,
     name: str | None = None,
 ) -> str:
-    """The text of messages in the chat template, by default up to where the model's next turn
-    begins.
+    """The text of messages in the chat template.
 
-    ``name``: of a tokenizer with several templates, the one to take; None: ``tool_use`` with
-    schemas, else ``default``."""
+    Args:
+        begins_next_turn: True if the text ends with the header of the model's next turn.
+        name: name of the template, for a tokenizer with several. Default: ``tool_use`` if there are
+            schemas, else ``default``.
+    """
+    # An empty list of tools would make some templates write a section of tools without any.
     return tokenizer.apply_chat_template(
         list(messages),
         tools=list(schemas) if schemas else None,
@@ -96,43 +111,48 @@ def apply_template(
 
 
 def encode(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
-    """Token ids of texts outside a chat template, each behind what the tokenizer puts before a
-    text, such as BOS.
+    """Token ids of texts outside a chat template, each after the special tokens that the tokenizer
+    puts before a text, such as BOS.
 
-    A text that begins with it already, as a rendered prompt does, gets no second one. An EOS that
-    the tokenizer would put behind is left out: a model cannot continue after it."""
-    word = tokenizer("a", add_special_tokens=False)["input_ids"]
-    with_special = tokenizer("a")["input_ids"]
-    before = with_special[: with_special.index(word[0])]
+    A text that begins with these tokens already, as a rendered prompt does, gets no second ones. An
+    EOS that the tokenizer would put after a text is left out: a model cannot continue after it.
+    """
+    # Tokenizers add BOS by a setting, by a post-processor, or in code, so the prefix is read off a
+    # short text, encoded with and without special tokens.
+    word_ids = tokenizer("a", add_special_tokens=False)["input_ids"]
+    ids_with_special = tokenizer("a")["input_ids"]
+    prefix = ids_with_special[: ids_with_special.index(word_ids[0])]
+
     encoded = []
     for ids in tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]:
-        begins_with_it = ids[: len(before)] == before
-        encoded.append(ids if begins_with_it else before + ids)
+        has_prefix = ids[: len(prefix)] == prefix
+        encoded.append(ids if has_prefix else prefix + ids)
     return encoded
 
 
 def special_tokens(tokenizer: Any) -> set[str]:
-    """Every token that ``decode(..., skip_special_tokens=True)`` leaves out of a text."""
+    """The tokens that ``decode(..., skip_special_tokens=True)`` leaves out of a text."""
     added = tokenizer.added_tokens_decoder.values()
     return {str(token) for token in added if token.special}
 
 
-def marks_of_turns(tokenizer: Any) -> set[str]:
-    """The marks that the chat template writes around a user's message."""
+def turn_markers(tokenizer: Any) -> set[str]:
+    """The markers that the chat template writes around a user's message."""
     try:
         text = apply_template(tokenizer, [{"role": "user", "content": "x"}])
-    except (
-        Exception
-    ):  # a chat template is a program that comes with the model, and may ask for other messages
+    except Exception:
+        # The template may demand other messages, such as a system prompt first. Then no marker is
+        # known, and no prompt is refused for one.
         return set()
-    return set(MARKS.findall(text))
+    return set(TURN_MARKER.findall(text))
 
 
 def tag_tokens(tokenizer: Any) -> set[str]:
-    """Special tokens in pairs, ``<think>`` and ``</think>``, that this tokenizer's template does
-    not put around turns.
+    """Special tokens in pairs, such as ``<think>`` and ``</think>``, that the tokenizer's template
+    does not put around turns.
 
-    In some published models the tags that a reward reads are special tokens.
+    In some published models the tags that a reward reads are special tokens. Decoding must not drop
+    them.
     """
     special = special_tokens(tokenizer)
     tags = set()
@@ -140,5 +160,5 @@ def tag_tokens(tokenizer: Any) -> set[str]:
         opening = closing.replace("/", "", 1)
         if closing.startswith(("</", "[/")) and opening in special:
             tags |= {opening, closing}
-    # <s> and </s> are a pair, too.
-    return tags - {tokenizer.bos_token, tokenizer.eos_token} - marks_of_turns(tokenizer)
+    # <s> and </s> look like a pair of tags, but they are BOS and EOS.
+    return tags - {tokenizer.bos_token, tokenizer.eos_token} - turn_markers(tokenizer)

@@ -7,14 +7,14 @@ from typing import Any
 
 from grpo.algorithm.batch import Problem
 from grpo.config import DataConfig
-from grpo.data.chat import Prompt, conversation, encode, marks_of_turns, render
+from grpo.data.chat import Prompt, conversation, encode, render, turn_markers
 from grpo.data.table import Rows, value_of
 from grpo.data.tiny import is_tiny_tokenizer
 
 
 @dataclass(frozen=True)
 class ProblemSet:
-    """The problems of one split, and the numbers of rows left out and of rows without an answer."""
+    """The problems of one split, with the numbers of rows left out and of rows without answer."""
 
     problems: list[Problem]
     num_too_long: int = 0
@@ -37,42 +37,59 @@ def make_problems(
 ) -> ProblemSet:
     """Render and tokenize the prompts. A prompt that is too long is left out, never truncated.
 
-    ``schemas_of``: in runs with turns, a function from a row's columns to the tools that its prompt
-    shows; None: completions have one turn."""
+    Args:
+        schemas_of: in runs with turns, maps the columns of a row to the schemas of the tools that
+            its prompt shows. Default: completions have one turn.
+
+    Raises:
+        ValueError: a prompt cannot be rendered, or is rendered already; or no problem is left.
+    """
     has_template = bool(tokenizer.chat_template) and config.prompt_template is None
-    form = config.conversational
-    # Before a task's own instructions are filled in: only a system prompt of the user's makes
-    # messages of a text.
-    has_context = bool(config.system_prompt or config.few_shot)
-    if form == "auto" and (schemas_of is not None or (has_template and has_context)):
-        form = True
+
+    # Decided before the instructions of a task are filled in below. They make a conversation for
+    # the model, but rewards get a text as messages only if the user set a context, or with turns.
+    conversational = config.conversational
+    if conversational == "auto":
+        has_context = bool(config.system_prompt or config.few_shot)
+        if schemas_of is not None or (has_template and has_context):
+            conversational = True
+
+    # The tiny model was trained on demonstrations without instructions.
     takes_instructions = config.system_prompt is None and config.prompt_template is None
     if takes_instructions and not is_tiny_tokenizer(tokenizer):
         config = config.model_copy(update={"system_prompt": rows.instructions})
-    shown = rows.prompts
+    shown_prompts = rows.prompts
     if config.question_template is not None:
-        shown = []
+        shown_prompts = []
         for prompt, columns in zip(rows.prompts, rows.columns, strict=True):
-            shown.append(fill_question_template(config.question_template, prompt, columns))
+            shown = fill_question_template(config.question_template, prompt, columns)
+            shown_prompts.append(shown)
 
-    marks = marks_of_turns(tokenizer) if has_template else set()
+    markers = turn_markers(tokenizer) if has_template else set()
     texts = []
-    for index, prompt in enumerate(shown):
+    for index, prompt in enumerate(shown_prompts):
         schemas = schemas_of(rows.columns[index]) if schemas_of else ()
         try:
-            # The texts of environments and of a chat are no rows of a dataset.
+            # Texts without a place come from an environment or a chat, where a marker is no sign of
+            # a rendered dataset.
             if rows.places and isinstance(prompt, str):
-                _check_not_rendered(prompt, marks)
+                _check_not_rendered(prompt, markers)
             text = render(prompt, tokenizer, config, schemas)
-            text.encode()  # half of a character, a lone surrogate, is no text
+            # Half of a character, a lone surrogate, is no text. It is refused here, where the
+            # message can name the row.
+            text.encode()
         except ValueError as error:
             raise ValueError(f"{rows.place_of(index)}: {error}") from error
         texts.append(text)
-    if has_template:  # the template has written BOS and all other special tokens
+
+    # A chat template writes BOS itself. A tokenizer that adds its special tokens would double it.
+    if has_template:
         ids = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
     else:
         ids = encode(tokenizer, texts)
 
+    # An index stays that of the row, whatever is left out: the seeds of completions depend on it,
+    # and a filter must not change those of the rows that remain.
     problems = []
     lengths = []
     for index, prompt_ids in enumerate(ids):
@@ -82,7 +99,7 @@ def make_problems(
             continue
         lengths.append(len(prompt_ids))
         if len(prompt_ids) <= config.max_prompt_length:
-            reward_prompt = _reward_prompt(prompt, shown[index], config, form)
+            reward_prompt = _reward_prompt(prompt, shown_prompts[index], config, conversational)
             problems.append(
                 Problem(index, prompt, tuple(prompt_ids), rows.columns[index], reward_prompt)
             )
@@ -102,49 +119,71 @@ def make_problems(
     )
 
 
-def _check_not_rendered(prompt: str, marks: set[str]) -> None:
-    """``ValueError`` for a text that a chat template has rendered already: it would be a user's
-    message in it again."""
-    for mark in marks:
+def _check_not_rendered(prompt: str, markers: set[str]) -> None:
+    """Raise ``ValueError`` for a text that a chat template has rendered already.
+
+    The chat template would render the whole text once more, as a user's message, and the run would
+    train on prompts that the model has never seen.
+    """
+    for marker in markers:
         # A question may be about <s> and </s>, but hardly about <|im_end|> or [INST].
-        if mark in prompt:
+        if marker in prompt:
             raise ValueError(
-                f"the prompt holds {mark!r}, as a text that is rendered already, and would be rendered again by the "
-                "model's chat template: data.prompt_template='{prompt}' takes it as it is"
+                f"the prompt holds {marker!r}, as a text that is rendered already, and would be "
+                "rendered again by the model's chat template: "
+                "data.prompt_template='{prompt}' takes it as it is"
             )
 
 
 def _reward_prompt(
     prompt: Prompt,
-    shown: Prompt,
+    shown_prompt: Prompt,
     config: DataConfig,
-    form: bool | str,
+    conversational: bool | str,
 ) -> Prompt | None:
-    """The prompt for rewards: the messages that the model is ``shown``, or text; None: as in the
-    row.
+    """The prompt for rewards, messages or text; None if it is the prompt of the row.
 
-    ``form``: True for messages, False for text, ``auto`` for the form of the row's prompt.
+    Messages are those that the model reads. Text is the question as it is in the row.
+
+    Args:
+        prompt: the prompt of the row.
+        shown_prompt: the prompt that the model reads, with ``question_template`` filled in.
+        conversational: True for messages, False for text, ``"auto"`` for the form of ``prompt``.
     """
     is_text = isinstance(prompt, str)
-    if form is True or (form == "auto" and not is_text):
-        return conversation(shown, config)
+    if conversational is True or (conversational == "auto" and not is_text):
+        return conversation(shown_prompt, config)
     return None if is_text else prompt[-1]["content"]
 
 
-def _notes(config: DataConfig, tokenizer: Any, text: str) -> Iterator[str]:
-    """Notes on a system prompt, a date and variables that a chat template has or lacks. ``text``:
-    the first prompt."""
+def _notes(config: DataConfig, tokenizer: Any, first_text: str) -> Iterator[str]:
+    """Notes on a system prompt, a date and variables that the chat template has or lacks.
+
+    ``first_text``: the first prompt as the model reads it, which stands for all.
+    """
     template = "" if config.prompt_template else str(tokenizer.chat_template or "")
+    # With another date, a run that continues tomorrow would train on other prompts.
     if "strftime_now" in template and "date_string" not in config.chat_template_kwargs:
-        yield "note: the chat template may write today's date: data.chat_template_kwargs={date_string: 26 Jul 2024}"
+        yield (
+            "note: the chat template may write today's date: "
+            "data.chat_template_kwargs={date_string: 26 Jul 2024}"
+        )
+    # Templates ignore variables that they do not have: a misspelt one would have no effect.
     for name in config.chat_template_kwargs:
         if name not in template:
-            yield f"note: data.chat_template_kwargs: the chat template of these prompts has no variable {name}"
+            yield (
+                "note: data.chat_template_kwargs: "
+                f"the chat template of these prompts has no variable {name}"
+            )
     for name in re.findall(r"\{[A-Za-z_][\w.]*\}", config.question_template or ""):
-        if name in text:
+        if name in first_text:
             yield f"warning: data.question_template: {name} is no column, and stays as it is"
-    if config.system_prompt and config.system_prompt.strip() not in text:
-        yield "warning: the first prompt does not hold data.system_prompt: python -m grpo.data prints it"
+    # Some templates drop system messages without an error.
+    if config.system_prompt and config.system_prompt.strip() not in first_text:
+        yield (
+            "warning: the first prompt does not hold data.system_prompt: "
+            "python -m grpo.data prints it"
+        )
 
 
 def count_shared(train: Sequence[Problem], evaluation: Sequence[Problem]) -> int:
@@ -154,26 +193,30 @@ def count_shared(train: Sequence[Problem], evaluation: Sequence[Problem]) -> int
 
 
 def fill_question_template(template: str, prompt: Prompt, columns: Mapping[str, Any]) -> Prompt:
-    """The prompt with its question, or the last message of a conversation, written into
-    ``template``.
+    """The prompt with its question written into ``template``. The question of a conversation is its
+    last message.
 
-    ``{prompt}`` is the question, ``{NAME}`` the column of that name, ``{NAME.FIELD}`` a field in
-    it: a list with one item per line. Other braces stay."""
+    ``{prompt}`` stands for the question, ``{NAME}`` for the column of that name, ``{NAME.FIELD}``
+    for a field in it. A list is written with one item per line. Other braces stay as they are.
+    """
     if not isinstance(prompt, str):
         *others, last = prompt
         question = fill_question_template(template, last["content"], columns)
         return [*others, {**last, "content": question}]
     values = {**columns, "prompt": prompt}
 
-    def value(match: re.Match[str]) -> str:
-        column = match[1].partition(".")[0]
+    def text_of(match: re.Match[str]) -> str:
+        name = match[1]
+        column = name.partition(".")[0]
+        # Braces around anything else are not placeholders: code, LaTeX, JSON.
         if column not in values:
             return match[0]
-        found = value_of(values, match[1])
-        if found is None:
+        value = value_of(values, name)
+        if value is None:
             return ""
-        if isinstance(found, list):
-            return "\n".join(map(str, found))
-        return str(found)
+        if isinstance(value, list):
+            return "\n".join(map(str, value))
+        return str(value)
 
-    return re.sub(r"\{(\w+(?:\.\w+)*)\}", value, template)
+    # One pass, so that braces inside a value are not filled in again.
+    return re.sub(r"\{(\w+(?:\.\w+)*)\}", text_of, template)

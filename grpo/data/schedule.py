@@ -1,5 +1,8 @@
-"""Assign problems to steps and ranks, as a pure function of the step: a resumed run needs no saved
-state."""
+"""Assign problems to steps and ranks.
+
+The assignment is a pure function of the step: a resumed run needs no saved position, and neither
+repeats nor skips a problem.
+"""
 
 import functools
 from collections.abc import Sequence
@@ -12,10 +15,11 @@ from grpo.algorithm.seeding import derive_seed, generator
 
 
 def check_enough(num_problems: int, prompts_per_step: int) -> None:
-    """``ValueError`` if there are too few problems for one step."""
+    """Raise ``ValueError`` if there are too few problems for one step."""
     if num_problems < prompts_per_step:
         raise ValueError(
-            f"{num_problems} training problems are fewer than rollout.prompts_per_step={prompts_per_step}"
+            f"{num_problems} training problems are fewer than "
+            f"rollout.prompts_per_step={prompts_per_step}"
         )
 
 
@@ -37,31 +41,41 @@ class Schedule:
         self.seed = seed
         self.rank = rank
         self.world_size = world_size
+        # Problems at the end of an epoch that do not fill a step are left out of it. The next epoch
+        # has another order, so they are other ones there.
         self.steps_per_epoch = len(problems) // prompts_per_step
 
     def at(self, step: int) -> list[Problem]:
         """This rank's ``prompts_per_step / world_size`` problems of a step.
 
-        DistributedSampler assigns element ``i`` of an epoch's permutation to rank ``i %
-        world_size``, so the global batch of a step has the same problems for every world size."""
-        indices = self._indices(step, self.rank, self.world_size)
+        The global batch of a step has the same problems for every world size: problem ``i`` of an
+        epoch's order belongs to rank ``i % world_size``, as in DistributedSampler.
+        """
+        indices = self._batch_indices(step, self.rank, self.world_size)
         return [self.problems[index] for index in indices]
 
     def substitute(self, step: int, position: int, attempt: int) -> Problem | None:
         """The problem that replaces the one at ``position`` of this rank's batch in dynamic
-        sampling.
+        sampling; None if no problem is left.
 
-        ``attempt`` counts from 0. Substitutes are drawn from the problems outside the step's global
-        batch, each at most once per step, and they are the same for every world size. None when no
-        problem is left."""
-        batch = tuple(self._indices(step, 0, 1))
-        unused = _shuffled_without(batch, len(self.problems), self.seed, step)
-        place = attempt * self.prompts_per_step + position * self.world_size + self.rank
+        Substitutes are drawn from the problems outside the step's global batch, each at most once
+        per step.
+
+        Args:
+            attempt: number of earlier attempts to replace the problem in this step.
+        """
+        global_batch = tuple(self._batch_indices(step, 0, 1))
+        unused = _shuffled_without(global_batch, len(self.problems), self.seed, step)
+        # Position p of rank r is row p * world_size + r of the global batch. The place of a
+        # substitute follows from this row, so that it is the same for every world size, and ranks
+        # need not tell one another which problems they took.
+        row = position * self.world_size + self.rank
+        place = attempt * self.prompts_per_step + row
         if place >= len(unused):
             return None
         return self.problems[unused[place]]
 
-    def _indices(self, step: int, rank: int, world_size: int) -> list[int]:
+    def _batch_indices(self, step: int, rank: int, world_size: int) -> list[int]:
         epoch, step_in_epoch = divmod(step, self.steps_per_epoch)
         order = _epoch_order(len(self.problems), self.seed, epoch, rank, world_size)
         count = self.prompts_per_step // world_size
@@ -69,23 +83,39 @@ class Schedule:
         return order[start : start + count]
 
 
+# Two orders are in use at a time: that of this rank, and with dynamic sampling the global one.
 @functools.lru_cache(maxsize=2)
-def _epoch_order(num_problems: int, seed: int, epoch: int, rank: int, world_size: int) -> list[int]:
+def _epoch_order(
+    num_problems: int,
+    seed: int,
+    epoch: int,
+    rank: int,
+    world_size: int,
+) -> list[int]:
+    """Indices of a rank's problems in an epoch."""
     sampler = DistributedSampler(
         range(num_problems),
         world_size,
         rank,
         seed=derive_seed(seed, "data order"),
+        # By default it would fill up the last ranks with problems that the epoch has already had.
         drop_last=True,
     )
     sampler.set_epoch(epoch)
     return list(sampler)
 
 
+# All substitutes of a step are taken from one order.
 @functools.lru_cache(maxsize=1)
-def _shuffled_without(batch: tuple[int, ...], num_problems: int, seed: int, step: int) -> list[int]:
+def _shuffled_without(
+    batch: tuple[int, ...],
+    num_problems: int,
+    seed: int,
+    step: int,
+) -> list[int]:
     """The indices of all problems that are not in ``batch``, in an order that depends on the
     step."""
-    order = torch.randperm(num_problems, generator=generator(seed, "substitutes", step)).tolist()
+    rng = generator(seed, "substitutes", step)
+    order = torch.randperm(num_problems, generator=rng).tolist()
     used = set(batch)
     return [index for index in order if index not in used]

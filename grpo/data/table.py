@@ -1,4 +1,4 @@
-"""The rows of one split, checked: prompts, reference answers, and the other columns for the
+"""Check the rows of one split: prompts, reference answers, and the other columns for the
 rewards."""
 
 import hashlib
@@ -16,11 +16,11 @@ from grpo.data.rows import read_rows
 from grpo.data.tasks import Gym, task_of
 
 PATTERN_SECONDS = 5.0
-"""Time limit of ``answer_pattern`` on one row. ``re`` has none, and a pattern can backtrack for
-years."""
-TEXT_OF_MESSAGES = regex.compile(r"""\s*\[\s*\{\s*["'](role|content)["']\s*:""")
-"""Matches the beginning of chat messages that were written as JSON, or as Python prints them, into
-one text."""
+"""Time limit of ``answer_pattern`` on one row. A pattern can backtrack for years, and Python's
+``re`` has no time limit."""
+MESSAGES_AS_TEXT = regex.compile(r"""\s*\[\s*\{\s*["'](role|content)["']\s*:""")
+"""The beginning of chat messages that were written into one text, as JSON or as Python prints
+them."""
 
 
 @dataclass(frozen=True)
@@ -33,14 +33,15 @@ class Rows:
     columns: list[dict]
     """The other columns of each row, for the rewards."""
     instructions: str | None = None
-    """The system prompt of a task, if the configuration sets none. The tiny model, trained without
-    one, gets none."""
+    """System prompt of a task, used if the configuration sets none. The tiny model never gets it:
+    it was trained without one."""
     num_without_answer: int = 0
+    """Rows whose answer is None."""
     places: Sequence[str] = ()
-    """The number of each row in its split (``row 7``). Prompts of environments and of a chat have
-    none."""
+    """The number of each row in its split (``row 7``). Empty for the prompts of environments and of
+    a chat."""
     lacks_prompts: bool = False
-    """True if there is no column of prompts, and the environments make them."""
+    """True if the rows have no column of prompts, because an environment makes them."""
 
     def place_of(self, index: int) -> str:
         """The place of a row, for messages: ``data.dataset=FILE, row 7``."""
@@ -49,9 +50,12 @@ class Rows:
 
 def fingerprint(rows: Rows) -> str:
     """SHA-256 of all prompts and columns in order, which tells two files of the same name apart."""
-    # A value that JSON cannot represent (an image) is replaced by the name of its type.
+    # A value that JSON cannot represent, such as an image, counts as the name of its type: its
+    # `repr` may have an address in memory, which differs in every process.
     text = json.dumps(
-        [rows.prompts, rows.columns], sort_keys=True, default=lambda value: type(value).__name__
+        [rows.prompts, rows.columns],
+        sort_keys=True,
+        default=lambda value: type(value).__name__,
     )
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -67,9 +71,13 @@ def load_rows(
     """Read and check the rows of the training or the evaluation split; None if no evaluation split
     is configured.
 
-    Args: table: rows of a Python program, in place of those that the configuration names.
+    Args:
+        table: rows of a Python program, used instead of the dataset of the configuration.
         has_environment: True if an environment may make the prompts, so that rows may lack the
-        column `prompt`.
+            column ``prompt``.
+
+    Raises:
+        ValueError: the rows cannot be read, or one of them cannot be used. The message names it.
     """
     key = "eval_dataset" if config.eval_dataset is not None and not train else "dataset"
     rows = read_rows(config, key, train=train, seed=seed) if table is None else table
@@ -81,39 +89,48 @@ def load_rows(
         raise ValueError(f"{source} has no rows")
     places = [f"row {number}" for number in range(1, len(rows) + 1)]
 
-    column = config.prompt_column
-    lacks_prompts = has_environment and column == "prompt" and column not in rows[0]
-    names = ", ".join(rows[0])
+    # A column that the user named must exist, so only one of the default name may be missing.
+    prompt_column = config.prompt_column
+    lacks_prompts = has_environment and prompt_column == "prompt" and "prompt" not in rows[0]
     prompts = []
     columns = []
     for place, row in zip(places, rows, strict=True):
         try:
-            prompts.append(_checked_prompt(value_of(row, column)))
+            prompts.append(_checked_prompt(value_of(row, prompt_column)))
         except ValueError as error:
             raise ValueError(f"{source}, {place}: {error}") from error
-        others = dict(row)
-        others.pop(column, None)
-        columns.append(others)
+        # Rewards get the prompt as an argument of its own. A prompt that is a field of a column
+        # stays in that column.
+        other_columns = dict(row)
+        other_columns.pop(prompt_column, None)
+        columns.append(other_columns)
 
+    names = ", ".join(rows[0])
     if not lacks_prompts and not any(prompts):
         raise ValueError(
-            f"data.prompt_column={column}: {source} has no such column, or no prompts in it; it has {names}"
+            f"data.prompt_column={prompt_column}: {source} has no such column, "
+            f"or no prompts in it; it has {names}"
         )
 
     task = task_of(config, dataset)
+    instructions = None
+    answer_column = config.answer_column
+    if task is not None:
+        instructions = task.instructions
+        answer_column = answer_column or "answer"
+
     num_without_answer = 0
-    answer_column = config.answer_column or (task and "answer")
     if answer_column:
-        for place, row, others in zip(places, rows, columns, strict=True):
+        for place, row, other_columns in zip(places, rows, columns, strict=True):
             answer = value_of(row, answer_column)
             if config.answer_pattern and not _is_missing(answer):
-                answer = _match(
-                    config.answer_pattern, answer, f"{source}, {place}, column {answer_column}"
-                )
+                location = f"{source}, {place}, column {answer_column}"
+                answer = _match(config.answer_pattern, answer, location)
+            # A row without an answer stays: some rewards need none, and the number is printed.
             if _is_missing(answer):
                 answer = None
                 num_without_answer += 1
-            others["answer"] = answer
+            other_columns["answer"] = answer
         # A task of reasoning-gym with many right answers names none: its scorer reads the metadata.
         if num_without_answer == len(rows) and not isinstance(task, Gym):
             raise ValueError(
@@ -128,7 +145,7 @@ def load_rows(
         source,
         prompts,
         columns,
-        task and task.instructions,
+        instructions,
         num_without_answer,
         places,
         lacks_prompts,
@@ -136,8 +153,9 @@ def load_rows(
 
 
 def value_of(row: Mapping[str, Any], name: str) -> Any:
-    """The value of a column, or of a field inside one (``reward_model.ground_truth``); None where
-    there is none."""
+    """The value of a column, or of a field in it (``reward_model.ground_truth``); None if it is
+    missing."""
+    # A column of this very name comes first: names of columns may contain dots.
     if name in row:
         return row[name]
     value: Any = row
@@ -149,19 +167,24 @@ def value_of(row: Mapping[str, Any], name: str) -> Any:
 
 
 def _checked_prompt(prompt: Any) -> Prompt:
-    """The prompt, or "" without any text: such a row is left out later, so that the others keep
-    their index."""
+    """The prompt, or "" for a missing one.
+
+    Raises:
+        ValueError: the prompt is neither text nor chat messages that end with the user's.
+    """
+    # A row without a prompt is left out later: here it keeps its place, so that the others keep
+    # their index.
     if _is_missing(prompt):
         return ""
-    if isinstance(prompt, str) and not TEXT_OF_MESSAGES.match(prompt):
+    if isinstance(prompt, str) and not MESSAGES_AS_TEXT.match(prompt):
         return prompt
     if not isinstance(prompt, list):
         raise ValueError(
             f"a prompt is text, or a list of messages (no text of such a list), not {prompt!r:.80}"
         )
-    messages = []
-    for message in prompt:
-        messages.append(_checked_message(message))
+    messages = [_checked_message(message) for message in prompt]
+    # After a message of the model, the template would begin a second turn of the model. A system
+    # message alone asks nothing.
     role = messages[-1]["role"]
     if role in ("system", "assistant"):
         raise ValueError(f"a prompt ends with the user's message, not with one of the role {role}")
@@ -169,28 +192,35 @@ def _checked_prompt(prompt: Any) -> Prompt:
 
 
 def _checked_message(message: Any) -> dict:
-    """A chat message with every key that has a value: templates read ``tool_calls``, ``name`` and
-    others."""
-    kept = _without_none(message)
-    if isinstance(kept, dict):
-        for call in kept.get("tool_calls", ()):
+    """A chat message with every key that has a value.
+
+    Chat templates read ``tool_calls``, ``name``, ``reasoning_content`` and others, so none is
+    dropped.
+    """
+    checked = _without_none(message)
+    if isinstance(checked, dict):
+        for call in checked.get("tool_calls", ()):
             function = call.get("function", call)
             arguments = function.get("arguments")
-            # OpenAI writes JSON text; templates write what they get as JSON.
+            # OpenAI has arguments as JSON text. Templates write them as JSON once more, so a text
+            # would become a quoted string.
             if isinstance(arguments, str):
                 function["arguments"] = json.loads(arguments)
             # Such a turn may have no text, and many templates cannot add None to a text.
-            kept.setdefault("content", "")
-        if "role" in kept and isinstance(kept.get("content"), str):
-            return kept
+            checked.setdefault("content", "")
+        if "role" in checked and isinstance(checked.get("content"), str):
+            return checked
     raise ValueError(
         f"a message of a prompt has a role, and text as content, and one is {message!r:.80}"
     )
 
 
 def _without_none(value: Any) -> Any:
-    """A copy without keys whose value is None: in Arrow, every message of a column has the keys of
-    all of them."""
+    """A copy without the keys whose value is None, at any depth.
+
+    In Arrow, every message of a column has the keys of all messages. A template that asks whether a
+    key exists would take its None for a value.
+    """
     if isinstance(value, Mapping):
         return {key: _without_none(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):
@@ -200,6 +230,7 @@ def _without_none(value: Any) -> Any:
 
 def _is_missing(value: Any) -> bool:
     """True for None, NaN, blank text and an empty list."""
+    # Tables have NaN where a number is missing. 0 is a number, and an answer.
     if isinstance(value, float):
         return math.isnan(value)
     if isinstance(value, str):
@@ -208,7 +239,12 @@ def _is_missing(value: Any) -> bool:
 
 
 def _match(pattern: str, answer: Any, location: str) -> str:
-    """The stripped text of the pattern's first group, or of its whole match; "" without a match."""
+    """The stripped text of the pattern's first group, or of the whole match if it has no group; ""
+    without a match.
+
+    ``location``: dataset, row and column, for messages.
+    """
+    # The text of a list or mapping is Python's own: a pattern would match its brackets and quotes.
     if not isinstance(answer, str | int | float):
         raise ValueError(
             f"{location} holds a {type(answer).__name__}: data.answer_pattern searches text"

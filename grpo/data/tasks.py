@@ -1,8 +1,10 @@
-"""Tasks whose problems are computed, so that nothing is downloaded: the built-in ones and those of
+"""Tasks whose problems are computed, so that nothing is downloaded: the built-in tasks and those of
 reasoning-gym.
 
-The built-in ones also demonstrate how to solve a problem, with mistakes, for the tiny model
-(``grpo.data.tiny``)."""
+The built-in tasks also demonstrate how to solve a problem, with and without mistakes, for the
+training of the tiny model (``grpo.data.tiny``). The rows and demonstrations of a seed depend on the
+order of all random draws below: tests hold their digests, because measured runs start from them.
+"""
 
 import hashlib
 import random
@@ -13,47 +15,55 @@ from grpo.algorithm.seeding import derive_seed
 from grpo.config import DataConfig
 from grpo.system import first_line, import_extra
 
-EVAL_SHARE = 8  # one problem in eight is for evaluation
+NUM_SPLIT_BUCKETS = 8
+"""Problems are hashed into so many buckets; those of bucket 0 are for evaluation."""
 
 
 class Task:
-    """A family of problems. Each task has a name, ``instructions`` (the system prompt for every
-    model except the tiny one, which is trained without it), in ``untagged_shares`` the shares of
-    noisy demonstrations that leave out a tag (``think``, ``answer`` or ``both``), and these
-    methods:
+    """A family of problems.
 
+    Each task has these attributes and methods:
+
+    - ``name``;
+    - ``instructions``: the system prompt for every model except the tiny one, which is trained
+      without it;
+    - ``missing_tag_probabilities``: the probabilities that a noisy demonstration lacks a tag
+      (``think``, ``answer`` or ``both``);
     - ``draw(rng: random.Random) -> dict``: draw one problem, a row with ``prompt``, ``answer`` and
       the other columns that its rewards need;
     - ``problem_key(row: dict) -> str``: a text that is equal for rows with the same problem
       (``3+5`` and ``5+3``);
     - ``demonstration(row: dict, rng: random.Random, noisy: bool) -> str | list[dict]``: a response
-      without EOS, text or messages of ``assistant`` and ``tool``, with mistakes or always right.
+      without EOS, text or messages of ``assistant`` and ``tool``. Noisy ones may have mistakes.
     """
 
     num_rows = {"train": 4096, "eval": 512}
     """The largest number of rows per split."""
 
     def draws(self, split: str, seed: int) -> Iterator[dict]:
-        """Rows of both splits, the same for the same seed."""
+        """Endless rows of both splits, the same for the same arguments."""
         rng = random.Random(derive_seed(seed, f"tasks/{self.name}/{split}"))
         while True:
             yield self.draw(rng)
 
     def split_of(self, row: dict) -> str:
-        """``"train"`` or ``"eval"``, from a hash of the task's name and the problem: the same for
-        every seed."""
+        """``"train"`` or ``"eval"``, from a hash of the task's name and the problem."""
+        # No seed has a part in it: a model that was trained with another seed, as the tiny model may
+        # be, has not seen the evaluation problems either.
         text = f"{self.name}:{self.problem_key(row)}"
         digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-        return "eval" if digest[-1] % EVAL_SHARE == 0 else "train"
+        bucket = digest[-1] % NUM_SPLIT_BUCKETS
+        return "eval" if bucket == 0 else "train"
 
     def rows(self, split: str, seed: int, count: int | None = None) -> list[dict]:
-        """Different problems of one split, the same for the same seed: ``num_rows[split]``, or
-        ``count`` if less.
+        """Different problems of one split, the same for the same seed.
 
-        Fewer if the task has no more.
+        There are ``num_rows[split]`` of them, or ``count`` if that is less. A task of reasoning-gym
+        that repeats its problems has fewer.
         """
-        most = self.num_rows[split]
-        count = min(count or most, most)
+        limit = self.num_rows[split]
+        count = min(count or limit, limit)
+        # Keyed by problem, so that a problem drawn again is not a second row.
         rows = {}
         for row in self.draws(split, seed):
             if self.split_of(row) == split:
@@ -63,13 +73,13 @@ class Task:
         return list(rows.values())
 
     def tagged(self, thought: str, answer: str, rng: random.Random, noisy: bool) -> str:
-        """A response in its tags; if ``noisy``, the shares ``untagged_shares`` of responses lack
-        some."""
+        """A response in its tags; if ``noisy``, some lack by ``missing_tag_probabilities``."""
         missing = "none"
         if noisy:
-            shares = self.untagged_shares
-            complete = 1 - sum(shares.values())
-            missing = rng.choices([*shares, "none"], [*shares.values(), complete])[0]
+            probabilities = self.missing_tag_probabilities
+            complete = 1 - sum(probabilities.values())
+            weights = [*probabilities.values(), complete]
+            missing = rng.choices([*probabilities, "none"], weights)[0]
         if missing not in ("think", "both"):
             thought = f"<think>{thought}</think>"
         if missing not in ("answer", "both"):
@@ -77,24 +87,30 @@ class Task:
         return f"{thought}\n{answer}"
 
 
+def _numbers_of_prompt(row: dict) -> list[int]:
+    return [int(digits) for digits in re.findall("[0-9]+", row["prompt"])]
+
+
 class Arithmetic(Task):
     """``47+35=`` or ``82-35=``: both numbers from 0 to 99, the result never negative, computed
     column by column.
 
     A noisy demonstration (``<think>7+5=12 4+3=7+1=8</think>``) may forget the carry, doubt the
-    result (``hmm``) and change it, or leave out tags; independent draws with the shares below
-    decide. A model trained on them is correct about half of the time. GRPO then teaches it to add
-    the carry, keep its result and write the tags."""
+    result (``hmm``) and change it, or leave out tags; independent draws decide, with the
+    probabilities below. A model trained on them is correct about half of the time. GRPO then
+    teaches it to add the carry, keep its result and write the tags.
+    """
 
     name = "arithmetic"
     instructions = (
-        "Solve the problem. Show your work between <think> and </think>, then write the result alone between "
-        "<answer> and </answer>."
+        "Solve the problem. Show your work between <think> and </think>, "
+        "then write the result alone between <answer> and </answer>."
     )
-    untagged_shares = {"think": 0.03, "answer": 0.12, "both": 0.03}
-    forgetful_share = 0.45
-    doubt_share = 0.20
-    change_share = 0.50  # of the doubtful
+    missing_tag_probabilities = {"think": 0.03, "answer": 0.12, "both": 0.03}
+    forget_probability = 0.45
+    doubt_probability = 0.20
+    change_probability = 0.50
+    """The probability that a doubted result is changed."""
 
     def draw(self, rng):
         """Columns: ``prompt`` (``"47+35="``), ``answer`` (``"82"``)."""
@@ -103,28 +119,34 @@ class Arithmetic(Task):
         operator = rng.choice("+-")
         answer = left + right
         if operator == "-":
-            left, right = max(left, right), min(left, right)
+            # No result is negative: a sign would be one more thing for the tiny model to learn.
+            right, left = sorted((left, right))
             answer = left - right
         return {"prompt": f"{left}{operator}{right}=", "answer": str(answer)}
 
     def problem_key(self, row):
         """The prompt; for a sum, with its numbers sorted."""
-        low, high = sorted(map(int, re.findall("[0-9]+", row["prompt"])))
+        low, high = sorted(_numbers_of_prompt(row))
         return f"{low}+{high}" if "+" in row["prompt"] else f"{high}-{low}"
 
     def demonstration(self, row, rng, noisy):
-        carries = not noisy or rng.random() >= self.forgetful_share
+        carries = not noisy or rng.random() >= self.forget_probability
         left, operator, right = re.split("([+-])", row["prompt"].removesuffix("="))
         written, result = written_columns(int(left), operator, int(right), carries)
-        if noisy and rng.random() < self.doubt_share:
+        # A doubted result is right as often as any other, so changing it does harm on average. GRPO
+        # can unlearn the doubt, and `hmm` shows in the completions whether it does.
+        if noisy and rng.random() < self.doubt_probability:
             written += ["hmm"] * rng.randint(1, 2)
-            if rng.random() < self.change_share:
+            if rng.random() < self.change_probability:
                 result = abs(result + rng.choice((-10, -1, 1, 10)))
         return self.tagged(" ".join(written), str(result), rng, noisy)
 
 
 def written_columns(
-    left: int, operator: str, right: int, carries: bool = True
+    left: int,
+    operator: str,
+    right: int,
+    carries: bool = True,
 ) -> tuple[list[str], int]:
     """The written columns of a sum or difference (``["7+5=12", "4+3=7+1=8"]``), from the units up,
     and the result.
@@ -141,14 +163,16 @@ def written_columns(
         bottom = right // 10**column % 10
         is_last = column == width - 1
         if sign < 0 and top < bottom + carry and not is_last:
-            top += 10  # borrowed from the next column
+            top += 10  # borrowed from the next column, which subtracts 1 as its carry
         value = top + sign * bottom
         text = f"{top}{operator}{bottom}={value}"
         if carry:
             value += sign
             text += f"{operator}1={value}"
         written.append(text)
-        total += (value if is_last else value % 10) * 10**column
+        # The last column keeps its carry as a digit more: nothing stands to the left of it.
+        digit = value if is_last else value % 10
+        total += digit * 10**column
         carry = int(carries and max(top, value) >= 10)
     return written, total
 
@@ -163,39 +187,44 @@ class Countdown(Task):
 
     name = "countdown"
     instructions = (
-        "Combine the given numbers with + - * / and parentheses to reach the target. Use every number exactly once. "
-        "Show your work between <think> and </think>, then write the expression alone between <answer> and </answer>."
+        "Combine the given numbers with + - * / and parentheses to reach the target. "
+        "Use every number exactly once. Show your work between <think> and </think>, "
+        "then write the expression alone between <answer> and </answer>."
     )
-    untagged_shares = {"think": 0.08, "answer": 0.12}
-    gives_up_share = 0.25
+    missing_tag_probabilities = {"think": 0.08, "answer": 0.12}
+    give_up_probability = 0.25
 
     def draw(self, rng):
         """Columns: ``prompt``, ``target`` (int), ``numbers`` (list[int], in order), ``answer`` (a
         solution)."""
         while True:
-            numbers = [rng.randint(1, 10) for _ in range(rng.choice((3, 3, 3, 4)))]
+            count = rng.choice((3, 3, 3, 4))
+            numbers = [rng.randint(1, 10) for _ in range(count)]
+            # The target is the value of an expression, so every problem has a solution.
             expression = _random_expression(numbers, rng)
-            target = _evaluate(expression)[1]
+            _, target = _evaluate(expression)
             if 1 <= target <= 99:
                 break
-        shown = sorted(numbers)
-        prompt = f"Make {target} from {' '.join(map(str, shown))}."
-        return {"prompt": prompt, "target": target, "numbers": shown, "answer": expression}
+        # Sorted, so that the same problem always has the same prompt.
+        numbers.sort()
+        prompt = f"Make {target} from {' '.join(map(str, numbers))}."
+        return {"prompt": prompt, "target": target, "numbers": numbers, "answer": expression}
 
     def problem_key(self, row):
         """The target and the sorted numbers."""
         return f"{row['target']}:{sorted(row['numbers'])}"
 
     def demonstration(self, row, rng, noisy):
+        # A failed attempt in half of the responses teaches the model to go on after a failure.
         attempt = ""
         if rng.randint(0, 1):
             steps, value = _evaluate(_random_expression(row["numbers"], rng))
             if value != row["target"]:
                 attempt = f"{steps} no "
         answer = row["answer"]
-        if noisy and rng.random() < self.gives_up_share:
+        if noisy and rng.random() < self.give_up_probability:
             answer = _random_expression(row["numbers"], rng)
-        steps = _evaluate(answer)[0]
+        steps, _ = _evaluate(answer)
         return self.tagged(f"{attempt}{steps} ok", answer, rng, noisy)
 
 
@@ -213,8 +242,15 @@ def _random_expression(numbers: list[int], rng: random.Random) -> str:
     is_sum = False
     for number in others:
         # Mostly sums and differences, so that the tiny model can solve a problem by trying.
-        operators = "+++*" + "---" * (value >= number) + "/" * (value % number == 0)
+        operators = "+++*"
+        if value >= number:
+            operators += "---"
+        if value % number == 0:
+            operators += "/"
         operator = rng.choice(operators)
+
+        # The value is computed from left to right. Precedence would compute * and / before a sum to
+        # their left, so such a sum gets parentheses.
         if is_sum and operator in "*/":
             text = f"({text})"
         text += f"{operator}{number}"
@@ -234,30 +270,36 @@ def _evaluate(expression: str) -> tuple[str, int]:
 
 
 class Calculator(Task):
-    """``483+97*36=``, too hard for the tiny model without a tool, and a share of easy sums
-    (``483+5=``).
+    """``483+97*36=``, too hard for the tiny model without a tool, and some easy sums (``483+5=``).
 
     A response is the answer (``<answer>3975</answer>``), or a call
     (``<calculator>483+97*36</calculator>``) and, after the tool's result, the answer. A right
-    demonstration calls for every hard problem and some easy ones. A noisy one calls for a share of
-    all, and else guesses at a hard one. GRPO then teaches when to call."""
+    demonstration calls for every hard problem and for some easy ones. A noisy one calls with the
+    same probability for both kinds, and otherwise guesses at a hard one. GRPO then teaches when to
+    call.
+    """
 
     name = "calculator"
     instructions = (
-        "Compute the result. To use a calculator, write for example <calculator>12+3*4</calculator>: you are told the "
-        "value. Write the result alone between <answer> and </answer>."
+        "Compute the result. To use a calculator, write for example "
+        "<calculator>12+3*4</calculator>: you are told the value. "
+        "Write the result alone between <answer> and </answer>."
     )
-    easy_share = 0.20
-    calls_share = 0.28
-    easy_calls_share = 0.30  # of easy problems, in right demonstrations
+    easy_probability = 0.20
+    call_probability = 0.28
+    """In noisy demonstrations."""
+    easy_call_probability = 0.30
+    """For easy problems, in right demonstrations."""
 
     def draw(self, rng):
         """Columns: ``prompt`` (``"483+97*36="``), ``answer`` (``"3975"``)."""
         number = rng.randrange(100, 1000)
-        if rng.random() < self.easy_share:
+        if rng.random() < self.easy_probability:
             digit = rng.randrange(1, 10)
             number -= max(0, number % 10 + digit - 9)  # so that there is no carry
             return {"prompt": f"{number}+{digit}=", "answer": str(number + digit)}
+
+        # A product is at least 32 * 32 = 1024, so that a difference is never negative.
         left = rng.randrange(32, 100)
         right = rng.randrange(32, 100)
         form = rng.choice(("{1}*{2}+{0}=", "{0}+{1}*{2}=", "{1}*{2}-{0}="))
@@ -268,20 +310,21 @@ class Calculator(Task):
 
     def problem_key(self, row):
         """The answer and the sorted numbers."""
-        numbers = map(int, re.findall("[0-9]+", row["prompt"]))
-        return f"{row['answer']}:{sorted(numbers)}"
+        numbers = sorted(_numbers_of_prompt(row))
+        return f"{row['answer']}:{numbers}"
 
     def demonstration(self, row, rng, noisy):
         expression = row["prompt"].removesuffix("=")
         answer = row["answer"]
         is_easy = "*" not in expression
-        share = self.easy_calls_share if is_easy else 1
+        probability = self.easy_call_probability if is_easy else 1
         if noisy:
-            share = self.calls_share
-        if rng.random() < share:
+            probability = self.call_probability
+        if rng.random() < probability:
             return _conversation(
                 f"<calculator>{expression}</calculator>", answer, f"<answer>{answer}</answer>"
             )
+        # A guess is near the answer but hardly ever right, so a call earns more on hard problems.
         if not is_easy:
             answer = round(int(answer) * rng.uniform(0.8, 1.2))
         return f"<answer>{answer}</answer>"
@@ -291,21 +334,25 @@ class GuessNumber(Task):
     """``Guess 7..18.``: find the hidden number with at most four calls of the tool
     (``<guess>12</guess>``).
 
-    The tool says ``higher`` (the hidden number is), ``lower`` or ``right``. A right demonstration
-    halves what is left with every guess. Of noisy ones a share guesses anything without looking at
-    the hints. All end with ``done``. GRPO then teaches it to use the hints."""
+    The tool says ``higher`` if the hidden number is higher, ``lower`` or ``right``. A right
+    demonstration halves the remaining range with every guess. A noisy one may guess any number of
+    the first range each time, whatever the hints. All end with ``done``. GRPO then teaches the
+    model to use the hints.
+    """
 
     name = "guess_number"
     instructions = (
-        "Find the hidden number with few guesses. Write for example <guess>12</guess>: you are told whether the hidden "
-        "number is higher or lower, or that the guess is right. Then write done."
+        "Find the hidden number with few guesses. Write for example <guess>12</guess>: "
+        "you are told whether the hidden number is higher or lower, or that the guess is right. "
+        "Then write done."
     )
     num_rows = {"train": 1536, "eval": 200}
     max_guesses = 4
-    careless_share = 0.8
+    careless_probability = 0.8
 
     def draw(self, rng):
         """Columns: ``prompt`` (``"Guess 7..18."``), ``secret`` (``14``), ``answer`` (``"14"``)."""
+        # Among at most 15 numbers, four guesses by halves always find the hidden one.
         low = rng.randint(1, 20)
         end = low + rng.randint(8, 15)
         secret = rng.randrange(low, end)
@@ -316,41 +363,48 @@ class GuessNumber(Task):
         return f"{row['prompt']}{row['secret']}"
 
     def demonstration(self, row, rng, noisy):
-        first, last = map(int, re.findall("[0-9]+", row["prompt"]))
+        first, last = _numbers_of_prompt(row)
         low = first
         high = last
         turns = []
-        is_careless = noisy and rng.random() < self.careless_share
+        is_careless = noisy and rng.random() < self.careless_probability
+        # Each guess is two turns: the model's call and the tool's hint.
         while len(turns) < 2 * self.max_guesses and "right" not in turns:
             guess = rng.randint(first, last) if is_careless else (low + high) // 2
             if guess == row["secret"]:
                 hint = "right"
             elif guess < row["secret"]:
                 hint = "higher"
-                low = max(low, guess + 1)
+                low = guess + 1
             else:
                 hint = "lower"
-                high = min(high, guess - 1)
+                high = guess - 1
             turns += [f"<guess>{guess}</guess>", hint]
         return _conversation(*turns, "done")
 
 
 def _conversation(*turns: str) -> list[dict]:
     """Messages of the model and of its tool in turn; the first and the last are the model's."""
-    return [{"role": ("assistant", "tool")[i % 2], "content": turn} for i, turn in enumerate(turns)]
+    messages = []
+    for number, turn in enumerate(turns):
+        role = "tool" if number % 2 else "assistant"
+        messages.append({"role": role, "content": turn})
+    return messages
 
 
 GYM_DRAWS = 8192
-"""Draws from a task of reasoning-gym; one that repeats many problems gives fewer rows."""
+"""Problems drawn from a task of reasoning-gym. A task that repeats many problems gives fewer
+rows."""
 
 
 class Gym(Task):
-    """A task of reasoning-gym. Rows have ``metadata``: what the task's scorer needs besides prompt
-    and answer."""
+    """A task of reasoning-gym. Its rows have the column ``metadata``, which the task's scorer needs
+    besides prompt and answer."""
 
     instructions = (
-        "Solve the problem. Think step by step between <think> and </think>, then write the answer alone, in the form "
-        "the problem asks for, between <answer> and </answer>."
+        "Solve the problem. Think step by step between <think> and </think>, "
+        "then write the answer alone, in the form the problem asks for, "
+        "between <answer> and </answer>."
     )
     num_rows = {"train": 2048, "eval": 256}
 
@@ -362,9 +416,14 @@ class Gym(Task):
         return row["prompt"]
 
     def draws(self, split: str, seed: int) -> Iterator[dict]:
-        """``ValueError`` if the task does not exist, or not with these arguments."""
+        """Rows of both splits, at most ``GYM_DRAWS``.
+
+        Raises:
+            ValueError: the task does not exist, or refuses its arguments.
+        """
         setting = f"data.dataset=reasoning_gym:{self.name}"
         library = import_extra("reasoning_gym", "gym", setting)
+        # A task may draw by NumPy, which refuses larger seeds.
         task_seed = derive_seed(seed, f"reasoning_gym/{self.name}/{split}") % 2**31
         try:
             dataset = library.create_dataset(
@@ -378,7 +437,8 @@ class Gym(Task):
                 # Some scorers depend on the arguments of their task.
                 metadata = row["metadata"] | {"arguments_of_task": self.arguments}
                 yield {"prompt": row["question"], "answer": row["answer"], "metadata": metadata}
-        except Exception as error:  # the arguments are the user's, and each task checks its own
+        except Exception as error:
+            # The arguments are the user's. Each task checks its own, with its own exceptions.
             raise ValueError(f"{setting}: {type(error).__name__}: {first_line(error)}") from error
 
 
@@ -386,15 +446,14 @@ TASKS = {task.name: task for task in (Arithmetic, Countdown, Calculator, GuessNu
 
 
 def load_task(name: str) -> Task:
-    """The built-in task called ``name``. ``ValueError`` lists the tasks if there is none of that
-    name."""
+    """The built-in task called ``name``; ``ValueError``, with the names that exist, for another."""
     if name not in TASKS:
         raise ValueError(f"unknown task {name!r}: the built-in tasks are {', '.join(TASKS)}")
     return TASKS[name]()
 
 
 def task_of(config: DataConfig, dataset: str) -> Task | None:
-    """The task that ``dataset`` names; None: it names rows that are stored somewhere."""
+    """The task that ``dataset`` names; None if it names stored rows."""
     source, _, name = dataset.partition(":")
     if source == "builtin":
         return load_task(name)

@@ -2,8 +2,11 @@
 demo and the tests.
 
 It is trained on correct demonstrations of a task first, then on noisy ones
-(``Task.demonstration``), so that GRPO starts from a model that can solve the task and often makes
-mistakes. Shapes: ``B`` demonstrations, ``S`` prompt + response tokens, ``V`` vocabulary."""
+(``Task.demonstration``). GRPO then starts from a model that can solve the task but often makes
+mistakes.
+
+Shapes: ``B`` demonstrations, ``S`` tokens of prompt and response, ``V`` vocabulary.
+"""
 
 import hashlib
 import json
@@ -27,18 +30,23 @@ from grpo.algorithm.seeding import derive_seed
 from grpo.data.tasks import Task, load_task
 
 CONTEXT = 1024
-"""Most tokens of a prompt and its completion: room for the default of
+"""Maximum number of tokens of a prompt and its completion: room for the default of
 ``rollout.max_completion_length``."""
 SEED = 0
+"""The seed of weights and demonstrations. It does not depend on the run, so that all runs of a task
+start from the same model."""
 RECIPE_VERSION = 3
 """Part of the cache key. Increase it with any change to the demonstrations, the tokenizer or the
 training below."""
 
-PAD, EOS, TURN = "<|pad|>", "<|im_end|>", "<|im_start|>"
+PAD = "<|pad|>"
+EOS = "<|im_end|>"
+TURN = "<|im_start|>"
 WORDS = ("<think>", "</think>", "<answer>", "</answer>", "system", "user", "assistant")
 
 CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
@@ -51,11 +59,12 @@ class Recipe:
     intermediate_size: int = 384
     num_layers: int = 4
     num_heads: int = 4
-    initializer_range: float = (
-        0.06  # with the usual 0.02, for wider models, this model learns slowly at first
-    )
-    clean_steps: int = 500  # first on correct demonstrations: the model learns the task ...
-    noisy_steps: int = 250  # ... then on noisy ones: it learns the mistakes that GRPO removes
+    # With the usual 0.02, which suits wider models, this model learns slowly at first.
+    initializer_range: float = 0.06
+    clean_steps: int = 500
+    """Steps on correct demonstrations, which come first: the model learns the task."""
+    noisy_steps: int = 250
+    """Steps on noisy demonstrations: the model learns the mistakes that GRPO then removes."""
     batch_size: int = 32
     learning_rate: float = 2e-3
     warmup_steps: int = 40
@@ -66,6 +75,8 @@ class Recipe:
         return self.clean_steps + self.noisy_steps
 
 
+# These recipes give models that are correct often enough for GRPO to find right completions in most
+# groups, and wrong often enough to have something to learn.
 RECIPES = {
     "arithmetic": Recipe(),
     "countdown": Recipe(clean_steps=1000),
@@ -83,8 +94,11 @@ def build_tokenizer() -> Qwen2Tokenizer:
     every text in NFC form.
 
     Tags and roles are ordinary added tokens, so ``decode(..., skip_special_tokens=True)`` leaves
-    them in the text. The class must be Qwen2's: transformers 5 loads any folder of a Qwen2 model
-    with it, whatever tokenizer was saved."""
+    them in the text.
+    """
+    # The class must be Qwen2's: transformers 5 loads any folder of a Qwen2 model with it, whatever
+    # tokenizer was saved. Bytes without merges make a vocabulary that a tiny model can learn, and
+    # every text can be written in it.
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {symbol: id for id, symbol in enumerate((PAD, EOS, TURN, *alphabet))}
     tokenizer = Qwen2Tokenizer(
@@ -104,17 +118,21 @@ def build_tokenizer() -> Qwen2Tokenizer:
 
 
 def is_tiny_tokenizer(tokenizer: Any) -> bool:
-    """True if a tokenizer has the vocabulary of :func:`build_tokenizer`, also if it was loaded from
-    a folder."""
+    """True for a tokenizer of :func:`build_tokenizer`, also if it was loaded from a folder."""
+    # Checkpoints of the tiny model have any name, so the vocabulary tells.
     return tokenizer.get_vocab() == build_tokenizer().get_vocab()
 
 
 def build_tiny_model(task: str = "arithmetic") -> Path:
     """Train the tiny model for a task, or return the folder of an earlier call from the cache.
 
-    The folder has model (fp32) and tokenizer, and lies in ``$XDG_CACHE_HOME/grpo``, else
-    ``~/.cache/grpo``. Torch's version and thread count determine the weights, too."""
-    load_task(task)  # raises for an unknown task, before anything is written
+    The folder holds the model (fp32) and its tokenizer. The cache is ``$XDG_CACHE_HOME/grpo``, or
+    ``~/.cache/grpo`` if that variable is not set.
+
+    Raises:
+        ValueError: there is no task of this name.
+    """
+    load_task(task)
     recipe = RECIPES[task]
     facts = {
         "task": task,
@@ -123,6 +141,9 @@ def build_tiny_model(task: str = "arithmetic") -> Path:
         "torch": torch.__version__,
         **asdict(recipe),
     }
+    # A model made from other facts has another folder, and is never taken for this one. Torch's
+    # version is one of the facts because its kernels may round differently. The number of threads
+    # changes the rounding, too, but is left out: whatever it is, the first model built is used.
     text = json.dumps(facts, sort_keys=True)
     key = hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "grpo"
@@ -132,11 +153,10 @@ def build_tiny_model(task: str = "arithmetic") -> Path:
     print(
         f"building the tiny model, for about a minute: {cache} has none yet ...",
         file=sys.stderr,
-        flush=True,
     )
 
     cache.mkdir(parents=True, exist_ok=True)
-    # A folder that is renamed at the end is complete if it exists, also after a kill or with two
+    # A folder that gets its name at the end is complete if it exists, also after a kill or with two
     # builds at a time.
     with tempfile.TemporaryDirectory(dir=cache, ignore_cleanup_errors=True) as unfinished:
         tokenizer = build_tokenizer()
@@ -145,7 +165,8 @@ def build_tiny_model(task: str = "arithmetic") -> Path:
         try:
             os.rename(unfinished, folder)
         except OSError:
-            if not folder.exists():  # else another process has finished the same model first
+            # If the folder exists, another process has finished the same model first.
+            if not folder.exists():
                 raise
     return folder
 
@@ -153,6 +174,7 @@ def build_tiny_model(task: str = "arithmetic") -> Path:
 def warm_start(task_name: str, tokenizer: Qwen2Tokenizer, recipe: Recipe) -> Qwen2ForCausalLM:
     """Train a new model on demonstrations of training problems. The loss covers response tokens
     only."""
+    # Streams of their own, so that the caller's random state is neither read nor changed.
     task = load_task(task_name)
     rng = random.Random(derive_seed(SEED, f"tiny/{task_name}/demonstrations"))
     model = _initial_model(tokenizer, recipe, derive_seed(SEED, f"tiny/{task_name}/weights"))
@@ -169,8 +191,8 @@ def warm_start(task_name: str, tokenizer: Qwen2Tokenizer, recipe: Recipe) -> Qwe
     for step in tqdm(range(recipe.steps), "warm start", unit="step", disable=None, leave=False):
         is_noisy = step >= recipe.clean_steps
         ids_BS, labels_BS = _demonstrations(task, rng, tokenizer, recipe.batch_size, is_noisy)
-        # Padding is on the right, and causal attention looks left only, so no attention mask is
-        # needed.
+        # Padding is on the right, and causal attention looks to the left only, so no attention mask
+        # is needed.
         logits_BSV = model(input_ids=ids_BS, use_cache=False).logits
         loss = cross_entropy(
             logits_BSV[:, :-1].flatten(0, 1),
@@ -207,7 +229,7 @@ def _initial_model(tokenizer: Qwen2Tokenizer, recipe: Recipe, seed: int) -> Qwen
 
 
 def _learning_rate_factor(step: int, recipe: Recipe) -> float:
-    """Linear warm-up, then cosine decay to zero."""
+    """Factor of the learning rate: linear warm-up, then cosine decay to zero."""
     if step < recipe.warmup_steps:
         return (step + 1) / recipe.warmup_steps
     decay_steps = max(1, recipe.steps - recipe.warmup_steps)
@@ -215,30 +237,43 @@ def _learning_rate_factor(step: int, recipe: Recipe) -> float:
 
 
 def _demonstrations(
-    task: Task, rng: random.Random, tokenizer: Qwen2Tokenizer, batch_size: int, noisy: bool
+    task: Task,
+    rng: random.Random,
+    tokenizer: Qwen2Tokenizer,
+    batch_size: int,
+    noisy: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Training problems with one response each: ids and labels, ``[B, S]``. Only tokens of the
-    response have labels."""
+    """Demonstrations of training problems: token ids and labels, ``[B, S]``, padded on the right.
+
+    Only tokens of the model's turns have labels; the others have ``IGNORE_INDEX``.
+    """
     ids = []
     labels = []
     while len(ids) < batch_size:
+        # A model that had learned evaluation problems would start with an accuracy that it does not
+        # have on other problems.
         row = task.draw(rng)
         if task.split_of(row) != "train":
             continue
         response = task.demonstration(row, rng, noisy)
         if isinstance(response, str):
             response = [{"role": "assistant", "content": response}]
+
         row_ids = []
         row_labels = []
         for message in [{"role": "user", "content": row["prompt"]}, *response]:
             is_response = message["role"] == "assistant"
+            # The header of the model's turn is written by the message before it, as in a rollout,
+            # where the prompt ends with this header.
             text = message["content"] + EOS
             if not is_response:
                 text = tokenizer.apply_chat_template(
                     [message], tokenize=False, add_generation_prompt=True
                 )
                 if row_ids:
-                    text = "\n" + text  # what follows EOS where a tool answers a response
+                    # The template ends each message with a line end, but the model's turn ended
+                    # with EOS.
+                    text = "\n" + text
             message_ids = tokenizer.encode(text, add_special_tokens=False)
             row_ids += message_ids
             row_labels += message_ids if is_response else [IGNORE_INDEX] * len(message_ids)

@@ -93,8 +93,8 @@ def build_page(
         "SCRIPT": script,
     }
 
-    # Not str.format or repeated replace: a part may contain the name of another part, such as
-    # @@DATA@@.
+    # In the template the name of a part stands between two @@, so every second text is a name. With
+    # repeated str.replace, a name such as @@DATA@@ inside a part would be replaced, too.
     texts = _template("page.html").split("@@")
     texts[1::2] = [parts[name] for name in texts[1::2]]
     page = "".join(texts)
@@ -122,10 +122,10 @@ def _template(name: str) -> str:
 
 def _comparison_notes(runs: Sequence[RunData]) -> list[str]:
     """A note if the evaluations of the runs cannot be compared."""
-    evaluated = [read.evaluation_settings(run) for run in runs if read.evaluations(run)]
+    all_settings = [read.evaluation_settings(run) for run in runs if read.evaluations(run)]
     different = set()
-    for settings in evaluated:
-        first = evaluated[0]
+    for settings in all_settings:
+        first = all_settings[0]
         for name in settings.keys() | first.keys():
             if settings.get(name) != first.get(name):
                 different.add(name)

@@ -84,7 +84,9 @@ def test_demonstrations_are_right_or_have_the_documented_shares_of_mistakes(name
     noisy = demonstrations(name, True)
     share = 1 / len(noisy)
     in_format = share * sum(bool(FORMAT.fullmatch(text)) for text in noisy)
-    assert in_format == pytest.approx(1 - sum(load_task(name).untagged_shares.values()), abs=0.03)
+    assert in_format == pytest.approx(
+        1 - sum(load_task(name).missing_tag_probabilities.values()), abs=0.03
+    )
     assert 0.4 < share * sum(map(is_right, rows, noisy)) < 0.7
 
 
