@@ -105,10 +105,10 @@ def make_problems(
             )
     if not problems:
         # The shortest prompt tells how much the limit must be raised.
-        limit = f"longer than data.max_prompt_length={config.max_prompt_length} tokens or empty"
         shortest = min(lengths, default=0)
         raise ValueError(
-            f"all {len(ids)} prompts of {rows.source} are {limit}: the shortest has {shortest}"
+            f"all {len(ids)} prompts of {rows.source} are longer than data.max_prompt_length="
+            f"{config.max_prompt_length} tokens or empty: the shortest has {shortest}"
         )
     return ProblemSet(
         problems,

@@ -64,7 +64,7 @@ class Schedule:
         Args:
             attempt: number of earlier attempts to replace the problem in this step.
         """
-        global_batch = tuple(self._batch_indices(step, 0, 1))
+        global_batch = frozenset(self._batch_indices(step, 0, 1))
         unused = _shuffled_without(global_batch, len(self.problems), self.seed, step)
         # Position p of rank r is row p * world_size + r of the global batch. The place of a
         # substitute follows from this row, so that it is the same for every world size, and ranks
@@ -108,7 +108,7 @@ def _epoch_order(
 # All substitutes of a step are taken from one order.
 @functools.lru_cache(maxsize=1)
 def _shuffled_without(
-    batch: tuple[int, ...],
+    batch: frozenset[int],
     num_problems: int,
     seed: int,
     step: int,
@@ -117,5 +117,4 @@ def _shuffled_without(
     step."""
     rng = generator(seed, "substitutes", step)
     order = torch.randperm(num_problems, generator=rng).tolist()
-    used = set(batch)
-    return [index for index in order if index not in used]
+    return [index for index in order if index not in batch]

@@ -48,8 +48,8 @@ class Task:
 
     def split_of(self, row: dict) -> str:
         """``"train"`` or ``"eval"``, from a hash of the task's name and the problem."""
-        # No seed has a part in it: a model that was trained with another seed, as the tiny model may
-        # be, has not seen the evaluation problems either.
+        # No seed has a part in it: a model that was trained with another seed, such as the tiny
+        # model, has not seen the evaluation problems either.
         text = f"{self.name}:{self.problem_key(row)}"
         digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
         bucket = digest[-1] % NUM_SPLIT_BUCKETS
@@ -146,7 +146,7 @@ def written_columns(
     left: int,
     operator: str,
     right: int,
-    carries: bool = True,
+    carries: bool,
 ) -> tuple[list[str], int]:
     """The written columns of a sum or difference (``["7+5=12", "4+3=7+1=8"]``), from the units up,
     and the result.
@@ -212,7 +212,7 @@ class Countdown(Task):
 
     def problem_key(self, row):
         """The target and the sorted numbers."""
-        return f"{row['target']}:{sorted(row['numbers'])}"
+        return f"{row['target']}:{row['numbers']}"
 
     def demonstration(self, row, rng, noisy):
         # A failed attempt in half of the responses teaches the model to go on after a failure.
@@ -432,8 +432,7 @@ class Gym(Task):
                 seed=task_seed,
                 **self.arguments,
             )
-            for index in range(GYM_DRAWS):
-                row = dataset[index]
+            for row in dataset:
                 # Some scorers depend on the arguments of their task.
                 metadata = row["metadata"] | {"arguments_of_task": self.arguments}
                 yield {"prompt": row["question"], "answer": row["answer"], "metadata": metadata}

@@ -112,7 +112,7 @@ def build_tokenizer() -> Qwen2Tokenizer:
         additional_special_tokens=[TURN],
     )
     for text in WORDS:
-        tokenizer.add_tokens(AddedToken(text, normalized=False, special=False))
+        tokenizer.add_tokens(AddedToken(text, normalized=False))
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
 
@@ -150,10 +150,7 @@ def build_tiny_model(task: str = "arithmetic") -> Path:
     folder = cache / f"tiny-{task}-seed{SEED}-{key}"
     if folder.exists():
         return folder
-    print(
-        f"building the tiny model, for about a minute: {cache} has none yet ...",
-        file=sys.stderr,
-    )
+    print(f"building the tiny model, for about a minute: {cache} has none yet ...", file=sys.stderr)
 
     cache.mkdir(parents=True, exist_ok=True)
     # A folder that gets its name at the end is complete if it exists, also after a kill or with two
@@ -178,7 +175,6 @@ def warm_start(task_name: str, tokenizer: Qwen2Tokenizer, recipe: Recipe) -> Qwe
     task = load_task(task_name)
     rng = random.Random(derive_seed(SEED, f"tiny/{task_name}/demonstrations"))
     model = _initial_model(tokenizer, recipe, derive_seed(SEED, f"tiny/{task_name}/weights"))
-    model.train()
     optimizer = torch.optim.AdamW(
         model.parameters(),
         lr=recipe.learning_rate,
@@ -224,8 +220,8 @@ def _initial_model(tokenizer: Qwen2Tokenizer, recipe: Recipe, seed: int) -> Qwen
         pad_token_id=tokenizer.pad_token_id,
     )
     with torch.random.fork_rng(devices=[]):
-        torch.random.manual_seed(seed)
-        return Qwen2ForCausalLM(config).float()
+        torch.manual_seed(seed)
+        return Qwen2ForCausalLM(config)
 
 
 def _learning_rate_factor(step: int, recipe: Recipe) -> float:

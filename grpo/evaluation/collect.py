@@ -10,12 +10,7 @@ from dataclasses import dataclass, replace
 from grpo.algorithm.batch import Group, Problem
 from grpo.config import Config
 from grpo.distributed import World
-from grpo.evaluation.estimate import (
-    CompletionResult,
-    Estimate,
-    ResultsByProblem,
-    estimate_metrics,
-)
+from grpo.evaluation.estimate import CompletionResult, Estimate, ResultsByProblem, estimate_metrics
 from grpo.model import check_context
 from grpo.rollout import Engine, SamplingParams
 
@@ -69,12 +64,11 @@ def eval_sampling(config: Config) -> SamplingParams:
     completions."""
     settings = config.eval
     rollout = config.rollout
-    max_length = settings.max_completion_length or rollout.max_completion_length
     # The filters are those of the section `eval`: with the filters of the rollout, the metrics of
     # two runs that differ in them would not compare.
     return SamplingParams(
         num_generations=settings.num_samples,
-        max_completion_length=max_length,
+        max_completion_length=settings.max_completion_length or rollout.max_completion_length,
         temperature=settings.temperature,
         top_p=settings.top_p,
         top_k=settings.top_k,

@@ -13,7 +13,7 @@ the mean over its samples.
   a rate, and a mean has no interval.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from math import comb, fsum, nan, sqrt
@@ -173,8 +173,9 @@ def estimate_metrics(
     greedy_results = [[result] for result in greedy]
     metrics = {"eval/greedy_accuracy": _rate_of_attribute(greedy_results, "correct")}
     n = len(samples[0])
+    rewards = greedy[0].rewards
     if n == 0:
-        return metrics | _completion_metrics(greedy_results, "eval/")
+        return metrics | _completion_metrics(greedy_results, "eval/", rewards)
 
     metrics[f"eval/mean@{n}"] = _rate_of_attribute(samples, "correct")
     for k in range(1, n + 1):
@@ -182,33 +183,28 @@ def estimate_metrics(
         for results in samples:
             num_correct = sum(result.correct for result in results)
             probabilities.append(pass_at_k(n, num_correct, k))
-        rate, low, high = rate_of(probabilities, n)
-        metrics[f"eval/pass@{k}"] = Estimate(rate, low, high)
-    metrics |= _completion_metrics(samples, "eval/")
-
-    for name, estimate in _completion_metrics(greedy_results, "eval/greedy_").items():
-        if "rewards/" not in name:
-            metrics[name] = estimate
-    return metrics
+        metrics[f"eval/pass@{k}"] = Estimate(*rate_of(probabilities, n))
+    metrics |= _completion_metrics(samples, "eval/", rewards)
+    return metrics | _completion_metrics(greedy_results, "eval/greedy_")
 
 
 def metric_names(num_samples: int, rewards: Sequence[str]) -> list[str]:
     """The names of the metrics of an evaluation; ``num_samples`` is 0 with greedy decoding only."""
     # Names are read off the estimates of one made-up problem, so they cannot differ from those of
     # an evaluation.
-    result = CompletionResult(
-        correct=False,
-        formatted=False,
-        lenient=False,
-        length=0,
-        truncated=False,
-        rewards=dict.fromkeys(rewards),
-    )
+    result = CompletionResult(False, False, False, 0, False, dict.fromkeys(rewards))
     return list(estimate_metrics([result], [[result] * num_samples]))
 
 
-def _completion_metrics(results_by_problem: ResultsByProblem, prefix: str) -> dict[str, Estimate]:
-    """The metrics that are averages over single completions, other than accuracy."""
+def _completion_metrics(
+    results_by_problem: ResultsByProblem,
+    prefix: str,
+    rewards: Iterable[str] = (),
+) -> dict[str, Estimate]:
+    """The metrics that are averages over single completions, other than accuracy.
+
+    ``rewards``: names of the rewards whose mean is among the metrics.
+    """
     lengths = []
     for results in results_by_problem:
         lengths.append([result.length for result in results])
@@ -218,7 +214,7 @@ def _completion_metrics(results_by_problem: ResultsByProblem, prefix: str) -> di
         f"{prefix}mean_length": mean_of(lengths),
         f"{prefix}truncated": _rate_of_attribute(results_by_problem, "truncated"),
     }
-    for name in results_by_problem[0][0].rewards:
+    for name in rewards:
         scores = []
         for results in results_by_problem:
             values = [result.rewards[name] for result in results]
@@ -247,5 +243,5 @@ def _rate_of_attribute(results_by_problem: ResultsByProblem, attribute: str) -> 
     num_completions = n * len(counts)
     rates = [count_of_problem / n for count_of_problem in counts]
     # A mean of rounded rates, such as thirds, may miss the exact rate in its last digit.
-    rate, low, high = rate_of(rates, n, count / num_completions)
-    return Estimate(rate, low, high, count, num_completions)
+    rate = count / num_completions
+    return Estimate(*rate_of(rates, n, rate), count, num_completions)

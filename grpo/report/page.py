@@ -12,7 +12,6 @@ import math
 import time
 from collections.abc import Sequence
 from importlib import resources
-from itertools import accumulate
 from typing import Any
 
 from grpo.config import Config, flat
@@ -35,11 +34,7 @@ SCRIPTS = (
 """Files of the template, in the order in which they make up the script of the page."""
 MAX_POINTS = 1500
 """Points of a curve; of longer runs only every n-th step is shown."""
-LOGPROB_FIELDS = (
-    "logprobs",
-    "updated_logprobs",
-    "ref_logprobs",
-)
+LOGPROB_FIELDS = ("logprobs", "updated_logprobs", "ref_logprobs")
 """Fields of a completion's record with one number per token."""
 COPIED_FIELDS = (
     "step",
@@ -54,17 +49,13 @@ COPIED_FIELDS = (
 """Fields of a completion's record that the page holds unchanged."""
 
 
-def build_page(
-    runs: Sequence[RunData],
-    *,
-    reload_s: int | None = None,
-) -> str:
+def build_page(runs: Sequence[RunData], *, reload_s: int | None = None) -> str:
     """The HTML file as ASCII text. An open page reloads its file every ``reload_s`` seconds.
     Default: it does not."""
     names = [run.name for run in runs]
     if len(set(names)) < len(names):
         # Runs with other seeds may have one name, and the page tells runs apart by name.
-        names = [f"{name} ({i})" for i, name in enumerate(names, start=1)]
+        names = [f"{name} ({i})" for i, name in enumerate(names, 1)]
     run_entries = []
     for name, run in zip(names, runs, strict=True):
         run_entries.append(_run_entry(run) | {"name": name})
@@ -104,11 +95,7 @@ def build_page(
 
 def embed(data: Any) -> str:
     """JSON that is safe inside a script element: ASCII, without ``<``, ``>`` and ``&``."""
-    text = json.dumps(
-        data,
-        allow_nan=False,
-        separators=(",", ":"),
-    )
+    text = json.dumps(data, allow_nan=False, separators=(",", ":"))
     # In JSON these characters occur in strings alone, where an escape means the same.
     for character in "&<>":
         text = text.replace(character, f"\\u{ord(character):04x}")
@@ -147,12 +134,13 @@ def _run_entry(run: RunData) -> dict[str, Any]:
             series[name] = [_rounded(line.get(name)) for line in thinned]
 
     # The clock is summed before it is thinned: else it would lack the time of the steps left out.
-    durations = []
+    seconds = 0.0
+    clock = []
     for line in steps:
         step_time = line.get("step_time") or 0.0
         evaluation_time = line.get("time/eval") or 0.0
-        durations.append(step_time + evaluation_time)
-    seconds = list(accumulate(durations))
+        seconds += step_time + evaluation_time
+        clock.append(seconds)
 
     # A hint belongs to the step where it first holds, so all steps are gone through in order.
     hints = Hints()
@@ -161,17 +149,17 @@ def _run_entry(run: RunData) -> dict[str, Any]:
         for hint in hints.update(line):
             hints_by_step.append([line["step"], hint])
 
+    config = run.config
     subject = [
-        run.config.get("model.name_or_path"),
-        run.config.get("data.dataset"),
-        run.config.get("algorithm.name"),
+        config.get("model.name_or_path"),
+        config.get("data.dataset"),
+        config.get("algorithm.name"),
     ]
-    rank = run.config.get("lora.rank")
+    rank = config.get("lora.rank")
     if rank:
         subject.append(f"LoRA rank {rank}")
-    num_problems = run.starts[-1].get("num_eval_problems") if run.starts else None
-    if num_problems:
-        subject.append(f"{num_problems} evaluation problems")
+    if run.num_eval_problems:
+        subject.append(f"{run.num_eval_problems} evaluation problems")
 
     notes = list(run.notes)
     if stride > 1:
@@ -187,22 +175,22 @@ def _run_entry(run: RunData) -> dict[str, Any]:
     default_config = Config().model_dump(mode="json")
     defaults = flat(default_config)
     changed = []
-    for key, value in run.config.items():
+    for key, value in config.items():
         if key not in defaults or defaults[key] != value:
             changed.append(key)
     return {
         "subject": " \u00b7 ".join(map(str, filter(None, subject))),
         "status": "complete" if run.is_complete else "still running, or ended early",
         "last_step": run.metrics[-1]["step"] if run.metrics else 0,
-        "seconds": seconds[-1] if seconds else 0.0,
+        "seconds": seconds,
         "steps": [line["step"] for line in thinned],
         "series": series,
-        "clock": [_rounded(value) for value in every_nth(seconds, stride)],
+        "clock": [_rounded(value) for value in every_nth(clock, stride)],
         "eval_steps": [line["step"] for line in evaluated],
         "eval_series": eval_series,
         "comparison": read.before_and_after(run),
         "reward": read.reward_before_and_after(run),
-        "config": _as_texts(run.config),
+        "config": _as_texts(config),
         "changed": changed,
         "starts": [_as_texts(start) for start in run.starts],
         "hints": hints_by_step,
@@ -236,7 +224,7 @@ def _as_texts(values: dict[str, Any]) -> dict[str, str]:
     """The values as text: a value of another type is written as JSON."""
     texts = {}
     for key, value in values.items():
-        texts[key] = value
         if not isinstance(value, str):
-            texts[key] = json.dumps(value, ensure_ascii=False, default=str)
+            value = json.dumps(value, ensure_ascii=False, default=str)
+        texts[key] = value
     return texts

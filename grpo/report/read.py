@@ -52,12 +52,13 @@ class RunData:
     notes: list[str] = field(default_factory=list)
     """Notes on data that could not be read or was left out; shown in the report."""
 
+    @property
+    def num_eval_problems(self) -> int | None:
+        """Number of evaluation problems, as of the last start; None if it is not known."""
+        return self.starts[-1].get("num_eval_problems") if self.starts else None
 
-def read_run(
-    folder: str | Path,
-    *,
-    max_samples: int = 400,
-) -> RunData:
+
+def read_run(folder: str | Path, *, max_samples: int = 400) -> RunData:
     """Read the files of a run.
 
     Args:
@@ -114,11 +115,7 @@ def _by_step(path: Path) -> dict[int, dict[str, Any]]:
     return dict(sorted(lines.items()))
 
 
-def _read_completions(
-    run: RunData,
-    folder: Path,
-    max_samples: int,
-) -> None:
+def _read_completions(run: RunData, folder: Path, max_samples: int) -> None:
     """Add the completions of every n-th step, and of the last one."""
     # Counted from the configuration: opening each file to count its rows would take long.
     paths = sorted(folder.glob("step_*.parquet"))
@@ -240,7 +237,6 @@ def evaluation_settings(run: RunData) -> dict[str, Any]:
     """The settings on which the numbers of an evaluation depend, besides the model, rewards and
     seed."""
     config = run.config
-    start = run.starts[-1] if run.starts else {}
     # Settings with a fallback are compared by the value that acts: two runs may reach the same one
     # by different keys.
     data = config.get("data.eval_dataset")
@@ -248,7 +244,7 @@ def evaluation_settings(run: RunData) -> dict[str, Any]:
     settings = {
         "evaluation data": data or config.get("data.dataset"),
         "eval.max_completion_length": limit or config.get("rollout.max_completion_length"),
-        "number of problems": start.get("num_eval_problems"),
+        "number of problems": run.num_eval_problems,
     }
     for key, value in config.items():
         is_of_evaluations = key.startswith(("eval.", "data.", "rollout.stop"))
