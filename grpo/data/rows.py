@@ -190,7 +190,7 @@ def with_all_columns(rows: list[Any], expected: str) -> list[dict]:
     Args:
         expected: the beginning of the message if a row is no mapping.
     """
-    # A reward gets columns of equal length, so a column cannot end where a row lacks it.
+    # Rewards get columns with one value per completion, so every row needs a value in each.
     columns = {}
     for number, row in enumerate(rows, 1):
         if not isinstance(row, Mapping):

@@ -41,8 +41,8 @@ class Schedule:
         self.seed = seed
         self.rank = rank
         self.world_size = world_size
-        # Problems at the end of an epoch that do not fill a step are left out of it. The next epoch
-        # has another order, so they are other ones there.
+        # Problems at the end of an epoch that do not fill a step are left out of that epoch. The
+        # next epoch has another order, and leaves out others.
         self.steps_per_epoch = len(problems) // prompts_per_step
 
     def at(self, step: int) -> list[Problem]:
@@ -98,7 +98,7 @@ def _epoch_order(
         world_size,
         rank,
         seed=derive_seed(seed, "data order"),
-        # By default it would fill up the last ranks with problems that the epoch has already had.
+        # By default the sampler pads with problems that the epoch has already had.
         drop_last=True,
     )
     sampler.set_epoch(epoch)

@@ -27,8 +27,8 @@ class Task:
     - ``name``;
     - ``instructions``: the system prompt for every model except the tiny one, which is trained
       without it;
-    - ``missing_tag_probabilities``: the probabilities that a noisy demonstration lacks a tag
-      (``think``, ``answer`` or ``both``);
+    - ``missing_tag_probabilities``, for tasks with tags: the probabilities that a noisy
+      demonstration lacks ``think``, ``answer`` or ``both``;
     - ``draw(rng: random.Random) -> dict``: draw one problem, a row with ``prompt``, ``answer`` and
       the other columns that its rewards need;
     - ``problem_key(row: dict) -> str``: a text that is equal for rows with the same problem
@@ -119,7 +119,7 @@ class Arithmetic(Task):
         operator = rng.choice("+-")
         answer = left + right
         if operator == "-":
-            # No result is negative: a sign would be one more thing for the tiny model to learn.
+            # The larger number comes first: a negative result cannot be written by columns.
             right, left = sorted((left, right))
             answer = left - right
         return {"prompt": f"{left}{operator}{right}=", "answer": str(answer)}
@@ -170,9 +170,10 @@ def written_columns(
             value += sign
             text += f"{operator}1={value}"
         written.append(text)
-        # The last column keeps its carry as a digit more: nothing stands to the left of it.
+        # The last column keeps its tens: there is no column to the left for the carry.
         digit = value if is_last else value % 10
         total += digit * 10**column
+        # A sum carries if its value has two digits, a difference borrows if its top number has.
         carry = int(carries and max(top, value) >= 10)
     return written, total
 
@@ -183,7 +184,8 @@ class Countdown(Task):
 
     Every problem has a solution. A demonstration tries expressions, each evaluated from left to
     right, until one equals the target (``<think>5+3=8-2=6 no 5*3=15-2=13 ok</think>``). A noisy one
-    may give up, or leave out tags."""
+    may give up, with any expression as its answer, or leave out tags.
+    """
 
     name = "countdown"
     instructions = (

@@ -42,7 +42,7 @@ training below."""
 PAD = "<|pad|>"
 EOS = "<|im_end|>"
 TURN = "<|im_start|>"
-WORDS = ("<think>", "</think>", "<answer>", "</answer>", "system", "user", "assistant")
+TAGS_AND_ROLES = ("<think>", "</think>", "<answer>", "</answer>", "system", "user", "assistant")
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -111,7 +111,7 @@ def build_tokenizer() -> Qwen2Tokenizer:
         unk_token=None,
         additional_special_tokens=[TURN],
     )
-    for text in WORDS:
+    for text in TAGS_AND_ROLES:
         tokenizer.add_tokens(AddedToken(text, normalized=False))
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
@@ -221,7 +221,7 @@ def _initial_model(tokenizer: Qwen2Tokenizer, recipe: Recipe, seed: int) -> Qwen
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return Qwen2ForCausalLM(config)
+        return Qwen2ForCausalLM(config).float()
 
 
 def _learning_rate_factor(step: int, recipe: Recipe) -> float:

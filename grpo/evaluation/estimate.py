@@ -47,7 +47,11 @@ ResultsByProblem = Sequence[Sequence[CompletionResult]]
 """The results of the completions of each problem, equally many per problem."""
 
 
-def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
+def pass_at_k(
+    num_samples: int,
+    num_correct: int,
+    k: int,
+) -> float:
     """Unbiased estimate of the probability that at least one of k samples is correct.
 
     ``1 - C(n - c, k) / C(n, k)`` for n samples of which c are correct (Chen et al., 2021, eq. 1).
