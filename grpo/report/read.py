@@ -62,8 +62,8 @@ def read_run(folder: str | Path, *, max_samples: int = 400) -> RunData:
     """Read the files of a run.
 
     Args:
-        max_samples: about how many completions to read. Of more, the completions of every n-th step
-            are read; of 0, none.
+        max_samples: approximate number of completions to read. If the run wrote more, those of
+            every n-th step are read. 0: none are read.
 
     Raises:
         ValueError: the folder holds no run.
@@ -72,7 +72,7 @@ def read_run(folder: str | Path, *, max_samples: int = 400) -> RunData:
     config_file = folder / "config.yaml"
     values = {}
     if config_file.exists():
-        # YAML reads an empty file, as a full disk leaves it, as None.
+        # A full disk may leave an empty file, which YAML reads as None.
         values = yaml.safe_load(config_file.read_bytes()) or {}
         # The entry repeats the values that the user set, for a run that is resumed.
         values.pop("given", None)
@@ -170,7 +170,7 @@ def before_and_after(run: RunData) -> list[dict[str, Any]]:
     names = metric_names(lines)
     before = {}
     if lines and lines[0]["step"] == 0:
-        # Without a later evaluation there is no comparison: one number is not both sides of it.
+        # Removed from the lines, so that one evaluation is never both sides of the comparison.
         before = lines.pop(0)
     after = lines[-1] if lines else {}
 
@@ -223,8 +223,8 @@ def reward_before_and_after(run: RunData) -> dict[str, Any] | None:
 
 
 def _mean_reward(lines: list[dict[str, Any]]) -> dict[str, Any]:
-    # There is no interval: the policy changes from step to step, so the spread of their rewards is
-    # not an error of the mean.
+    # There is no interval: the policy changes from step to step, so the spread of the rewards is no
+    # error of their mean.
     return {
         "first": lines[0]["step"],
         "step": lines[-1]["step"],
