@@ -146,7 +146,7 @@ def checked(values: Any, logged: Logged) -> list[float | None]:
 
 class LoadedReward:
     """A reward function with the ``args`` of its configuration
-    (:class:`grpo.workers.host.Source`).
+    (:class:`grpo.workers.protocol.Factory`).
     """
 
     def __init__(

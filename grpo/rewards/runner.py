@@ -48,7 +48,7 @@ from grpo.rewards.functions import (
     unique_names,
 )
 from grpo.system import printable
-from grpo.workers import Answer, Here, Pool, Request, Worker
+from grpo.workers import Answer, InProcessWorker, Pool, Request, Worker
 
 logger = logging.getLogger(__name__)
 
@@ -253,7 +253,7 @@ class RewardRunner(contextlib.AbstractContextManager):
             number,
             *source,
             user_object=spec.function,
-            or_here=spec.function is not None,
+            or_in_process=spec.function is not None,
         )
         # Code that hangs shall score 0 by the reward's own limit, not None by the runner's.
         if info.total_seconds >= self.timeout_s:
@@ -314,8 +314,8 @@ class RewardRunner(contextlib.AbstractContextManager):
         calls = []
         for number, info in enumerate(self._infos):
             workers = self._pool.workers
-            if number in self._pool.keys_here:
-                workers = (self._pool.here,)
+            if number in self._pool.in_process_keys:
+                workers = (self._pool.in_process_worker,)
             rows_of = {workers: rows}
             if number in self._beside_environments:
                 rows_of = defaultdict(list)
@@ -344,7 +344,7 @@ class RewardRunner(contextlib.AbstractContextManager):
 
         futures = []
         # Jobs of this process keep this thread busy, while the workers do the others.
-        for workers in sorted(jobs, key=lambda workers: isinstance(workers[0], Here)):
+        for workers in sorted(jobs, key=lambda workers: isinstance(workers[0], InProcessWorker)):
             # Each of the workers takes the next job, so that one that hangs holds up a single one.
             # Threads may share the iterator of a list: taking an item is one operation.
             queue = iter(jobs[workers])
@@ -365,7 +365,7 @@ class RewardRunner(contextlib.AbstractContextManager):
     def _make(
         self,
         jobs: Iterable[list[Call]],
-        worker: Worker | Here,
+        worker: Worker,
         batch: Batch,
     ) -> None:
         """Make the calls of jobs, one job after the other."""

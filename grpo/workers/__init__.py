@@ -1,12 +1,36 @@
-"""Processes that run code of the user or of the model, and may be killed at any time.
+"""Worker processes run code that may hang or crash, and can be killed without harm to the run.
 
-:class:`Pool` has the worker processes and knows the objects that they load. A :class:`Request` is a
-call of such an object, an :class:`Answer` is its result. Nothing here knows what the objects are
-for: rewards and tools stand on it (docs/rewards.md, docs/tools.md). :mod:`grpo.workers.sandbox`
-runs programs that the model wrote. The workers import this package too, so it imports no torch.
+A reward, a tool or an environment is loaded as an *object* by a worker process, and stays there.
+The trainer does not call it directly. It sends a :class:`Request`, which names the object, the
+method and the arguments, and gets an :class:`Answer`: the result, or the way in which the call
+failed. This is the only protocol, and nothing here knows what an object is for.
+
+::
+
+    trainer's process    rewards, turns   send requests to a worker
+                         Pool             several workers, and the recipes of their objects
+                         Worker           a thread; starts a process, and later another if need be
+                         WorkerProcess    sends requests, waits, kills a process that is late
+                           | a socket
+    worker process       Host             loads objects, calls their methods, sends answers
+                         object           a reward function with its settings, for example
+
+A process that does not answer in time is killed, with all processes that it has started: a call
+that hangs in Python cannot be stopped in another way. The answer says ``"timeout"``, the objects of
+the process are lost, and the next request starts a new process, which loads them again. However the
+trainer ends, its workers end with it.
+
+A worker protects the run from mistakes, not from malice: it has all rights of the user. Code that
+the model wrote runs in a *sandbox* (:func:`grpo.workers.sandbox.run_python`). There the kernel also
+denies files, network and other processes.
+
+Read ``protocol.py``, ``pool.py``, ``process.py`` and ``host.py`` in this order; then, apart from
+them, ``sandbox.py``, ``sandbox_driver.py`` and ``sandbox_linux.py``. A worker process imports this
+package when it starts, so nothing here imports torch.
 """
 
-from grpo.workers.host import Answer, Request, then
-from grpo.workers.pool import Here, Pool, Worker
+from grpo.workers.host import then
+from grpo.workers.pool import InProcessWorker, Pool, Worker
+from grpo.workers.protocol import Answer, Request
 
-__all__ = ["Answer", "Here", "Pool", "Request", "Worker", "then"]
+__all__ = ["Answer", "InProcessWorker", "Pool", "Request", "Worker", "then"]

@@ -1,8 +1,8 @@
-"""The objects that one process has loaded, and its answers to requests about them.
+"""The code of a worker process: it loads objects, calls their methods, and sends the answers.
 
-A worker process runs :func:`serve`. It calls every object in its main thread, because
-``math_verify`` and others use SIGALRM. The trainer's process has a :class:`Host` too, for the
-objects that no other process can load.
+The process runs :func:`serve`, a loop around one :class:`Host`. All objects are called in its main
+thread, because ``math_verify`` and others use SIGALRM, which only works there. The trainer's
+process has a :class:`Host` too, for the objects that no other process can load.
 """
 
 import asyncio
@@ -11,129 +11,78 @@ import os
 import pickle
 import sys
 import traceback
-from collections.abc import Awaitable, Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-import cloudpickle
-
 from grpo.system import UserError, end_with_parent, first_line, ignore_broken_pipes
+from grpo.workers.protocol import HOST_KEY, Answer, Factory, Request
 
 MAX_TRACEBACK_LENGTH = 8000
-HOST = "host"
-"""The key of the host itself, which answers the request to load an object."""
-CAUGHT = (Exception, SystemExit, asyncio.CancelledError)
-"""The exceptions of an object that cost one request. Any other, such as KeyboardInterrupt, ends a
-worker process."""
-
-
-@dataclass(frozen=True)
-class Source:
-    """The way to load an object: ``make(objects, *arguments, user_object)``.
-
-    ``objects`` has all objects of the process by key.
-    """
-
-    make: Callable[..., Any]
-    arguments: tuple[Any, ...]
-    user_object: Any = None
-    """An object of the user's program; bytes are a pickled one. Default: none."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Pickled apart from the rest, so that an object which a worker cannot unpickle is an error
-        # of its request, and not of the connection.
-        data = None if self.user_object is None else cloudpickle.dumps(self.user_object)
-        return Source, (self.make, self.arguments, data)
-
-
-@dataclass(frozen=True)
-class Request:
-    """A call of a method of a loaded object."""
-
-    key: Hashable
-    method: str
-    arguments: tuple[Any, ...] = ()
-
-
-@dataclass(frozen=True)
-class Answer:
-    """The result of one request."""
-
-    kind: str = "ok"
-    """``"ok"``; ``"error"``: the object raised; ``"timeout"``; ``"died"``: the worker process
-    ended, or ``"skipped"``: the request was not made."""
-    value: Any = None
-    """The result of the method. For an error: the exception, if it is a :class:`UserError`."""
-    message: str = ""
-    """The text of an exception, or the cause of a timeout or a death."""
-    error: str = ""
-    """Type and message of an exception, in one line."""
-    trace: str = ""
-    """The traceback of an exception, from the user's code on."""
-    is_worker_lost: bool = False
-    """True if the worker process ended, and what it kept with it."""
+"""Characters of a traceback, the last ones, that an answer has."""
+REQUEST_ERRORS = (Exception, SystemExit, asyncio.CancelledError)
+"""Exceptions that make one request fail. Any other, such as KeyboardInterrupt, ends the process."""
 
 
 class Host:
-    """Loads objects and calls their methods, which may return awaitables."""
+    """The objects of one process, by their keys.
+
+    In the trainer's process, a Host takes the place of a
+    :class:`grpo.workers.process.WorkerProcess`, so it has the same ``ask`` and ``has_ended``.
+    """
 
     has_ended = False
 
     def __init__(self):
-        self.objects: dict[Hashable, Any] = {HOST: self}
-        self.loaded = {HOST}
-        """The keys of the objects, to which the :class:`grpo.workers.pool.Worker` that asks
-        adds."""
+        self.objects: dict[Hashable, Any] = {HOST_KEY: self}
         # One event loop for all coroutines, because an HTTP client is bound to its loop.
         self._runner = asyncio.Runner()
 
-    def load(self, key: Hashable, source: Source) -> None:
+    def load(self, key: Hashable, factory: Factory) -> None:
         """Load an object under a key."""
-        user_object = source.user_object
+        user_object = factory.user_object
         if isinstance(user_object, bytes):
             user_object = pickle.loads(user_object)
-        self.objects[key] = source.make(self.objects, *source.arguments, user_object)
+        arguments = (*factory.arguments, user_object)
+        self.objects[key] = factory.make(self.objects, *arguments)
 
     def ask(self, requests: Sequence[Request], limit_s: float) -> list[Answer]:
-        """Call one method after the other, then await together what they returned as awaitables.
+        """Call one method after the other, then await those results that are awaitables, together.
 
-        Each awaitable is cancelled after ``limit_s`` seconds. Nothing else is stopped here.
+        Each awaitable is cancelled after ``limit_s`` seconds. Nothing else is stopped here: a
+        method that hangs is ended from outside, with its process.
         """
-        answers = []
-        waiting = {}
-        for number, request in enumerate(requests):
-            answer = self._call(request)
-            answers.append(answer)
-            if inspect.isawaitable(answer.value):
-                waiting[number] = answer.value
-        if waiting:
-            finished = self._runner.run(_finish_all(waiting.values(), limit_s))
-            for number, answer in zip(waiting, finished, strict=True):
-                answers[number] = answer
+        answers = [self._call(request) for request in requests]
+        if any(inspect.isawaitable(answer.value) for answer in answers):
+            answers = self._runner.run(_await_all(answers, limit_s))
         return answers
 
     def _call(self, request: Request) -> Answer:
         target = self.objects[request.key]
         try:
-            return Answer(value=getattr(target, request.method)(*request.arguments))
-        except CAUGHT as error:
-            return failure(error, target)
+            method = getattr(target, request.method)
+            value = method(*request.arguments)
+            return Answer(value=value)
+        except REQUEST_ERRORS as error:
+            return error_answer(error, target)
 
 
-def failure(error: BaseException, target: Any = None) -> Answer:
+def error_answer(error: BaseException, target: Any = None) -> Answer:
     """Return the answer for an exception of ``target``."""
     # The traceback begins with the user's code: the user knows nothing of the frames of this file
     # and of the class that wraps the user's function.
-    ours = {__file__, getattr(sys.modules[type(target).__module__], "__file__", None)}
+    target_module = sys.modules[type(target).__module__]
+    hidden_files = {__file__, getattr(target_module, "__file__", None)}
     trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_code.co_filename in ours:
+    while trace is not None and trace.tb_frame.f_code.co_filename in hidden_files:
         trace = trace.tb_next
-    text = "".join(traceback.format_exception(error.with_traceback(trace)))
+    shown_error = error.with_traceback(trace)
+    text = "".join(traceback.format_exception(shown_error))
+    user_error = error if isinstance(error, UserError) else None
     return Answer(
         "error",
-        value=error if isinstance(error, UserError) else None,
+        value=user_error,
         message=str(error),
         error=f"{type(error).__name__}: {first_line(error)}",
         trace=text[-MAX_TRACEBACK_LENGTH:],
@@ -141,60 +90,76 @@ def failure(error: BaseException, target: Any = None) -> Answer:
 
 
 def then(result: Any, convert: Callable[[Any], Any]) -> Any:
-    """Return ``convert(result)``; if the result is awaitable, an awaitable of it."""
+    """Return ``convert(result)``; for an awaitable result, an awaitable of that.
+
+    With it, a loaded object wraps functions of the user that may be async or not.
+    """
     if not inspect.isawaitable(result):
         return convert(result)
 
     async def finish() -> Any:
-        value = convert(await result)
-        return await value if inspect.isawaitable(value) else value
+        return convert(await result)
 
     return finish()
 
 
-async def _finish_all(waiting: Iterable[Awaitable[Any]], limit_s: float) -> list[Answer]:
-    tasks = [_finish(awaitable, limit_s) for awaitable in waiting]
-    finished = await asyncio.gather(*tasks, return_exceptions=True)
-    # A task may have cancelled itself.
-    return [each if isinstance(each, Answer) else failure(each) for each in finished]
+async def _await_all(answers: Sequence[Answer], limit_s: float) -> list[Answer]:
+    tasks = [_await_value(answer, limit_s) for answer in answers]
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    for number, result in enumerate(results):
+        # A task that cancels itself and then returns has a CancelledError as its result, which
+        # _await_value() does not see.
+        if not isinstance(result, Answer):
+            results[number] = error_answer(result)
+    return results
 
 
-async def _finish(awaitable: Awaitable[Any], limit_s: float) -> Answer:
+async def _await_value(answer: Answer, limit_s: float) -> Answer:
+    """Return an answer whose value, if it was awaitable, has been awaited."""
+    if not inspect.isawaitable(answer.value):
+        return answer
     limit = asyncio.timeout(limit_s)
     try:
         async with limit:
-            return Answer(value=await awaitable)
-    except CAUGHT as error:
+            value = await answer.value
+            return Answer(value=value)
+    except REQUEST_ERRORS as error:
         if limit.expired():
-            # A thread of asyncio.to_thread may still hang, so the next calls get new threads.
-            asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor())
+            # A thread of asyncio.to_thread cannot be cancelled and may hang for ever. With new
+            # threads, later calls do not wait for a free one.
+            loop = asyncio.get_running_loop()
+            loop.set_default_executor(ThreadPoolExecutor())
             return Answer("timeout", message=f"it did not return within {limit_s:g} s")
-        return failure(error)
+        return error_answer(error)
 
 
 def serve(descriptor: int, parent: int) -> None:
-    """Answer requests from the connection on file ``descriptor`` until it ends.
+    """Answer requests until the connection closes.
 
-    ``parent``: process id of the other end, with which this process ends.
+    Args:
+        descriptor: file descriptor of the connection to the trainer.
+        parent: process id of the trainer, with which this process ends.
     """
     end_with_parent()
-    # What an object prints is no reason to fail.
-    ignore_broken_pipes()
-    if os.getppid() != parent:  # the parent ended before end_with_parent() took effect
+    # The trainer may have ended before the kernel was told, just above.
+    if os.getppid() != parent:
         os._exit(1)
+    # An object may print although nobody reads the trainer's stderr any more.
+    ignore_broken_pipes()
     # Programs that an object starts do not get the connection.
     os.set_inheritable(descriptor, False)
     connection = Connection(descriptor)
-    own_id = os.getpid()
+    process_id = os.getpid()
     host = Host()
     while True:
         requests, limit_s = connection.recv()
         answers = host.ask(requests, limit_s)
-        # A child that an object forked has returned from the call, too. It must not answer a second
-        # time.
-        if os.getpid() != own_id:
+        # A child that an object has forked returns from the call, too. Its answer would be taken
+        # for that of the next request.
+        if os.getpid() != process_id:
             os._exit(0)
         try:
             connection.send(answers)
         except Exception as error:  # of any type: what an object returned cannot be pickled
-            connection.send([failure(error)] * len(answers))
+            answer = error_answer(error)
+            connection.send([answer] * len(answers))

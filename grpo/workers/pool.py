@@ -1,7 +1,8 @@
-"""Workers, each with a process that starts when it is needed and again after it has ended.
+"""The trainer's view of workers: a :class:`Worker` outlives each of its processes.
 
-:class:`Pool` knows the sources of all objects, and each worker loads those that it is asked about.
-:class:`Here` takes the place of a worker for objects that only this process has.
+A worker starts a process for its first request, and another one after that has ended. It loads only
+the objects that it is asked about. An object that only the trainer's process can have is asked
+through an :class:`InProcessWorker`, in the same words.
 """
 
 import functools
@@ -10,32 +11,39 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
-from grpo.workers.host import HOST, Answer, Host, Request, Source
+from grpo.workers.host import Host
 from grpo.workers.process import WorkerProcess
+from grpo.workers.protocol import HOST_KEY, Answer, Factory, Request
 
 LOAD_SECONDS = 120.0
-"""Time limit for starting a worker and loading an object, which may import a whole library."""
+"""Time limit for starting a process and loading an object, which may import a large library."""
 CLOSE_SECONDS = 5.0
 """Time limit of the last requests to all workers of a pool."""
 
 
 class Worker:
-    """A process that answers, and the thread that starts it and waits for the answers.
+    """One worker: a thread, and the process that the thread starts and asks.
 
     The thread lives as long as the process, because the kernel kills a process when the thread that
     started it ends (:func:`grpo.system.end_with_parent`).
+
+    Args:
+        factories: those of the pool, by the keys of the objects.
+        start: starts a process. For objects of this process it makes a :class:`Host`.
     """
 
     def __init__(
         self,
-        sources: Mapping[Hashable, Source],
+        factories: Mapping[Hashable, Factory],
         start: Callable[[], WorkerProcess | Host],
     ):
-        self._sources = sources
+        self._factories = factories
         self._start = start
         self._is_closing = False
         self._thread: ThreadPoolExecutor | None = None
         self._process: WorkerProcess | Host | None = None
+        self._loaded_keys: set[Hashable] = set()
+        """Keys of the objects that the process has loaded."""
 
     def submit(self, job: Callable[..., Any], *arguments: Any) -> Future:
         """Run a job in the worker's thread, after those before it. Jobs may call :meth:`ask`."""
@@ -44,54 +52,59 @@ class Worker:
         return self._thread.submit(job, *arguments)
 
     def ask(self, requests: Sequence[Request], limit_s: float) -> list[Answer]:
-        """Return the answers to requests, which are made together.
+        """Send requests together, and return their answers.
 
-        A process that does not answer in time is killed.
+        Starts the process and loads the objects if need be. A process that does not answer within
+        ``limit_s`` seconds is killed.
         """
         if self._is_closing:
             answer = Answer("died", message="its worker is closing", is_worker_lost=True)
             return [answer] * len(requests)
+
         process = self._process
         if process is None or process.has_ended:
-            self.end()
+            self.kill()
             process = self._process = self._start()
-            if self._is_closing:  # since the line above
-                self.end()
+            self._loaded_keys.clear()
+            # Closing may have begun during the start, when there was no process to kill.
+            if self._is_closing:
+                self.kill()
+
         for request in requests:
             key = request.key
-            if key in process.loaded:
+            if key in self._loaded_keys:
                 continue
-            load = Request(HOST, "load", (key, self._sources[key]))
+            load = Request(HOST_KEY, "load", (key, self._factories[key]))
             (answer,) = process.ask([load], LOAD_SECONDS)
             if answer.kind != "ok":
                 return [answer] * len(requests)
-            process.loaded.add(key)
+            self._loaded_keys.add(key)
         return process.ask(requests, limit_s)
 
-    def say_goodbye(self, request: Request) -> None:
-        """Make the last request, if a running process has its object."""
+    def ask_if_loaded(self, request: Request) -> None:
+        """Send a last request if a process has loaded its object."""
         process = self._process
-        if process is not None and not process.has_ended and request.key in process.loaded:
+        if process is not None and request.key in self._loaded_keys:
             process.ask([request], CLOSE_SECONDS)
 
-    def end(self) -> None:
-        """Kill the process and forget its connection. A later request starts another."""
+    def kill(self) -> None:
+        """Kill the process. The next request starts another."""
         process = self._process
         self._process = None
         if process is not None:
-            process.end()
+            process.kill()
 
-    def refuse(self) -> None:
-        """Kill the process, and start no other for the jobs that wait or run."""
+    def begin_closing(self) -> None:
+        """Kill the process. Jobs that run or wait get no other one."""
         self._is_closing = True
-        self.end()
+        self.kill()
 
     def close(self) -> None:
         """Kill the process and end the thread, without the jobs that wait.
 
-        A later job starts others.
+        The worker can be used again afterwards.
         """
-        self.refuse()
+        self.begin_closing()
         thread = self._thread
         self._thread = None
         if thread is not None:
@@ -99,10 +112,10 @@ class Worker:
         self._is_closing = False
 
 
-class Here(Worker):
+class InProcessWorker(Worker):
     """Answers in this process and in the calling thread.
 
-    Nothing is killed here, only awaitables are cancelled.
+    No call can be killed here. Only awaitables are cancelled at their time limit.
     """
 
     def submit(self, job: Callable[..., Any], *arguments: Any) -> Future:
@@ -113,20 +126,20 @@ class Here(Worker):
 
 
 class Pool:
-    """Workers, and a place in this process for the objects that no worker can load.
+    """Several workers that can load the same objects.
 
     Args:
         num_workers: number of worker processes.
     """
 
     def __init__(self, num_workers: int):
-        self._sources: dict[Hashable, Source] = {}
-        # The working folder is that of the beginning, so that relative paths stay valid.
+        self._factories: dict[Hashable, Factory] = {}
+        # New processes start in the folder of now, so that relative paths stay valid.
         start = functools.partial(WorkerProcess, os.getcwd())
-        self.workers = tuple(Worker(self._sources, start) for _ in range(num_workers))
-        self.here = Here(self._sources, Host)
-        self.keys_here: set[Hashable] = set()
-        """The objects that no worker can load."""
+        self.workers = tuple(Worker(self._factories, start) for _ in range(num_workers))
+        self.in_process_worker = InProcessWorker(self._factories, Host)
+        self.in_process_keys: set[Hashable] = set()
+        """Keys of the objects that no worker process can load."""
         self.notes: list[str] = []
         """Messages of :meth:`load` for the user, one line each."""
 
@@ -137,51 +150,56 @@ class Pool:
         make: Callable[..., Any],
         *arguments: Any,
         user_object: Any = None,
-        or_here: bool = False,
+        or_in_process: bool = False,
     ) -> Any:
-        """Load an object in one worker. Returns its ``describe()``.
+        """Load an object in one worker, and return the result of its method ``describe``.
 
-        Other workers load it when they are asked about it.
+        Every other worker loads the object when it is first asked about it.
 
         Args:
             what: names the object in messages.
-            make: see :class:`Source`.
-            user_object: an object of the user's program. Default: none.
-            or_here: True: it is loaded in this process if the worker cannot load it.
+            make, arguments, user_object: see :class:`grpo.workers.protocol.Factory`.
+            or_in_process: True: an object that a worker process cannot load is loaded here.
 
         Raises:
             ValueError: in one line, if it cannot be loaded at all.
         """
-        self._sources[key] = Source(make, arguments, user_object)
+        self._factories[key] = Factory(make, arguments, user_object)
         request = Request(key, "describe")
         worker = self.workers[0]
         (answer,) = worker.submit(worker.ask, [request], LOAD_SECONDS).result()
-        # Not one that has hung or killed its worker: here it would do that to the trainer.
-        if answer.kind == "error" and or_here:
+
+        # Not after a timeout or a death: the object would do the same to this process.
+        if answer.kind == "error" and or_in_process:
             # It holds a connection, for example, or its class is not importable there.
-            self.keys_here.add(key)
+            self.in_process_keys.add(key)
             self.notes.append(
                 f"note: {what} runs in this process, where a hang cannot end: "
                 f"it cannot be sent to a worker process ({answer.error})"
             )
-            (answer,) = self.here.ask([request], LOAD_SECONDS)
-        if answer.kind != "ok":
-            message = answer.error.removeprefix("ValueError: ")
-            message = message or f"{what} cannot be loaded: {answer.message}"
-            raise ValueError(message if what in message else f"{what}: {message}")
-        return answer.value
+            (answer,) = self.in_process_worker.ask([request], LOAD_SECONDS)
 
-    def close(self, goodbye: Request | None = None) -> None:
-        """End the workers. A later job starts others.
+        if answer.kind == "ok":
+            return answer.value
+        message = answer.error.removeprefix("ValueError: ")
+        if not message:  # a timeout or a death is no exception
+            message = f"{what} cannot be loaded: {answer.message}"
+        elif what not in message:
+            message = f"{what}: {message}"
+        raise ValueError(message)
 
-        ``goodbye``: the last request, which each worker gets if it has loaded its object.
+    def close(self, last_request: Request | None = None) -> None:
+        """Kill all workers. The pool can be used again afterwards.
+
+        ``last_request``: sent before that to each worker that has loaded its object. Default: none.
         """
-        if goodbye is not None:
-            said = [worker.submit(worker.say_goodbye, goodbye) for worker in self.workers]
-            # A worker that is busy, or whose object does not answer, is not waited for.
-            wait(said, CLOSE_SECONDS)
-        # All at once, since closing waits for the job that runs.
+        if last_request is not None:
+            last = [worker.submit(worker.ask_if_loaded, last_request) for worker in self.workers]
+            # A worker that is busy, or whose object does not answer, is not waited for any longer.
+            wait(last, CLOSE_SECONDS)
+        # All are killed before one is waited for: close() waits for the job that runs, which ends
+        # only when its process has been killed.
         for worker in self.workers:
-            worker.refuse()
+            worker.begin_closing()
         for worker in self.workers:
             worker.close()

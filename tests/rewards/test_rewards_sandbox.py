@@ -76,8 +76,8 @@ def own_sandboxes(tmp_path, monkeypatch):
     has."""
     folder = tmp_path / "workers"
     folder.symlink_to(ROOT / "grpo" / "workers")
-    child = str(folder / "sandbox_child.py")
-    monkeypatch.setattr("grpo.workers.sandbox._CHILD", child)
+    child = str(folder / "sandbox_driver.py")
+    monkeypatch.setattr("grpo.workers.sandbox._DRIVER", child)
 
     def processes():
         found = set()
@@ -408,7 +408,7 @@ def test_a_forged_exit_is_no_pass(sandboxed):
 @pytest.mark.parametrize("killed", ["the process that started it", "its launcher"])
 def test_the_sandbox_ends_with(sandboxed, own_sandboxes, killed):
     code = (
-        f"from grpo.workers import sandbox; sandbox._CHILD = {sandbox._CHILD!r}; "
+        f"from grpo.workers import sandbox; sandbox._DRIVER = {sandbox._DRIVER!r}; "
         "print(sandbox.run_python('while True: pass', [{'code': ''}], sandbox.Limits(60, 60)))"
     )
     parent = subprocess.Popen(
@@ -457,13 +457,13 @@ def _wait_until(condition):
 
 
 def test_a_missing_layer_is_an_error_unless_allow_unsandboxed(tmp_path, monkeypatch):
-    folder = Path(sandbox._CHILD).parent
+    folder = Path(sandbox._DRIVER).parent
     (tmp_path / "sandbox_linux.py").write_text((folder / "sandbox_linux.py").read_text())
-    text = (folder / "sandbox_child.py").read_text()
+    text = (folder / "sandbox_driver.py").read_text()
     (tmp_path / "child.py").write_text(
         text.replace('"seccomp": linux.deny_system_calls', '"a moat": None')
     )
-    monkeypatch.setattr(sandbox, "_CHILD", str(tmp_path / "child.py"))
+    monkeypatch.setattr(sandbox, "_DRIVER", str(tmp_path / "child.py"))
     with pytest.raises(
         SandboxUnavailable,
         match=r"cannot give the sandbox .*a moat .*; .*allow_unsandboxed: true",

@@ -1,15 +1,15 @@
-"""The processes of the sandbox: ``python -I -S sandbox_child.py``, started by ``sandbox.py``.
+"""The program that confines itself and then runs tests: ``python -I -S sandbox_driver.py``.
 
-The *launcher* stays outside the sandbox and waits for the *driver*, process 1 of the sandbox. The
-driver runs no untrusted code: it forks one child per test and kills all other processes of the
-sandbox after each test. Because the driver is process 1, has no ``/proc`` and cannot be traced,
-code in the sandbox cannot kill or change it. Every process of the sandbox dies with the driver,
-the driver with the launcher, and the launcher with the process that started it.
+Its first process, the *launcher*, stays outside the sandbox. It waits for the *driver*, process 1
+of the sandbox. The driver runs no untrusted code: it forks one child per test and kills all other
+processes of the sandbox after each test. Because the driver is process 1, has no ``/proc`` and
+cannot be traced, code in the sandbox cannot kill or change it. Every process of the sandbox dies
+with the driver, the driver with the launcher, and the launcher with the process that started it.
 
 Stdin has the job as JSON. Stdout has lines of JSON: first ``{"missing": [...]}``, the layers that
-this machine cannot provide (if there are any, nothing follows unless that is allowed), then
-``{"status": ..., "output": ...}`` per test, for a statement the status alone, or
-``{"error": ...}`` if the driver itself fails.
+this machine cannot provide (if there are any, nothing follows unless that is allowed), then per
+test ``{"status": ..., "output": ...}``, for a statement the status alone, or ``{"error": ...}`` if
+the driver itself fails.
 """
 
 import builtins
@@ -24,8 +24,8 @@ import sys
 import time
 from types import ModuleType, SimpleNamespace
 
-# Last in the path, and not for long: no file of this folder replaces a standard module, and the
-# code of a test cannot import one.
+# The folder is last in the path, and not for long: none of its files replaces a standard module,
+# and the code of a test cannot import one.
 sys.path.append(os.path.dirname(__file__))
 import sandbox_linux as linux
 
@@ -33,7 +33,7 @@ del sys.path[-1], sys.modules["sandbox_linux"]
 
 
 def main() -> None:
-    """Confine this process, run each test of the job in a child, and report the results."""
+    """Confine this process, run each test of the job in a child, and print the results."""
     # If the caller ignores SIGCHLD, so does this process, and waitpid would find no child.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     # Process 1 of a namespace gets only the signals that it handles. Python handles SIGINT, by
@@ -41,6 +41,8 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     job = SimpleNamespace(**json.load(sys.stdin))
 
+    # The order matters: mounts need root, the change of the user needs a capability, and seccomp
+    # denies mounts.
     missing = []
     layers = {
         "namespaces and a file tree of its own": lambda: linux.enter_namespaces(job.disk_mb),
@@ -58,7 +60,7 @@ def main() -> None:
 
     # If the process that started this one has ended, this fails and no code is run.
     print(json.dumps({"missing": missing}), flush=True)
-    if missing and not job.allowed:
+    if missing and not job.allow_unsandboxed:
         return
     try:
         if missing:
@@ -84,13 +86,14 @@ def _run_test(job: SimpleNamespace, test: dict, deadline: float) -> dict:
     # The child writes this secret when a statement has passed. Code that ends the child early, by
     # os._exit(0), fails.
     secret = os.urandom(16)
+    is_statement = "code" in test
     output, output_end = os.pipe()
     child = os.fork()
     if child == 0:
         try:
             os.close(output)
             _run_code(job, test, output_end)
-            if "code" in test:
+            if is_statement:
                 os.write(output_end, secret)
                 os._exit(0)
         except BaseException:
@@ -100,7 +103,8 @@ def _run_test(job: SimpleNamespace, test: dict, deadline: float) -> dict:
         raise SystemExit
     os.close(output_end)
 
-    # The end of the output says nothing: code can close it, and a daemon can keep it open.
+    # Waits for the child, not for the end of its output: code can close the pipe, and a daemon can
+    # keep it open.
     os.set_blocking(output, False)
     limit = job.output_kb * 1024
     text = b""
@@ -115,13 +119,14 @@ def _run_test(job: SimpleNamespace, test: dict, deadline: float) -> dict:
     os.close(output)
     _kill_everything()
 
-    is_right = text == secret if "code" in test else code == 0
-    status = "passed" if is_right else "failed"
+    has_passed = text == secret if is_statement else code == 0
+    status = "passed" if has_passed else "failed"
     if len(text) > limit:
         status = "output"
     elif not ended:
         status = "timeout"
-    if "code" in test:
+    # The output of a statement may be the secret.
+    if is_statement:
         return {"status": status}
     return {"status": status, "output": text[:limit].decode(errors="replace")}
 
@@ -150,7 +155,8 @@ def _run_code(job: SimpleNamespace, test: dict, output: int) -> None:
     null = os.open("/dev/null", os.O_RDWR)
     for stream in range(3):
         os.dup2(null, stream)
-    if "input" in test:
+    is_program = "input" in test
+    if is_program:
         # A file: some programs ask for the size of stdin.
         with open(".stdin", "x+") as file:
             os.unlink(file.name)
@@ -170,24 +176,25 @@ def _run_code(job: SimpleNamespace, test: dict, output: int) -> None:
         resource.RLIMIT_CORE: 0,
     }
     for limit, value in limits.items():
-        # ValueError: a lower limit is set.
+        # ValueError: the machine has set a lower limit, which stays.
         with contextlib.suppress(ValueError):
             resource.setrlimit(limit, (value, value))
 
     # Opened anew: descriptor 0 may be a file now, which can seek, and was a pipe.
     sys.stdin = sys.__stdin__ = os.fdopen(0)
     sys.stdout.reconfigure(errors="strict")
-    # The module site, which is not imported, defines these.
+    # The module site, which -S leaves out, defines these.
     builtins.exit = builtins.quit = sys.exit
     sys.argv = ["solution.py"]
-    module = ModuleType("__main__" if "input" in test else "solution")
+    module = ModuleType("__main__" if is_program else "solution")
     sys.modules[module.__name__] = module
     try:
         exec(compile(job.code, "solution.py", "exec"), module.__dict__)
     except SystemExit as end:
+        # sys.exit() ends a program well, and does not keep a statement from running after it.
         if end.code not in (None, 0):
             raise
-    if "code" in test:
+    if not is_program:
         exec(compile(test["code"], "test.py", "exec"), module.__dict__)
     # The interpreter ends three times as fast if it does not search the objects of the driver.
     gc.freeze()
