@@ -1,5 +1,8 @@
-"""Reward functions, built-in and the user's own, most of them in worker processes. See
-``docs/rewards.md``.
+"""Reward functions: the built-in ones and the user's. Most of them run in worker processes.
+
+``runner.py`` scores a batch by requests to workers, ``calls.py`` answers them there, and
+``functions.py`` finds the functions. ``builtin.py``, ``answers.py`` and ``code.py`` are the
+built-in rewards. ``scores.py`` turns the trainer's groups into a batch. See ``docs/rewards.md``.
 
 The worker processes import this package too, so it imports no torch.
 """
@@ -10,5 +13,11 @@ from grpo.rewards.functions import BUILTIN, load_reward
 from grpo.rewards.runner import RewardResult, RewardRunner, RewardSpec
 
 __all__ = [
-    "BUILTIN", "RewardContractError", "RewardResult", "RewardRunner", "RewardSpec", "completion_text", "load_reward",
-]  # fmt: skip
+    "BUILTIN",
+    "RewardContractError",
+    "RewardResult",
+    "RewardRunner",
+    "RewardSpec",
+    "completion_text",
+    "load_reward",
+]

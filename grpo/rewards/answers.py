@@ -1,7 +1,7 @@
-"""Extract the answer from a text and compare two answers.
+"""Extract the answer from a response, and compare two answers.
 
 A policy can produce any text, also one that makes a regular expression backtrack. So every function
-takes linear time, but for those that call math-verify and for a pattern of the caller's.
+takes linear time, except those that call math-verify and those with a pattern of the user.
 """
 
 import re
@@ -10,13 +10,16 @@ from fractions import Fraction
 from numbers import Number
 
 LONGEST_NUMBER = 400
-"""Characters of the longest text that is read as a number."""
+"""Characters of the longest text that is read as a number: Python reads digits in quadratic time.
+"""
 LONGEST_EXPRESSION = 1000
 """Characters of the longest answer that math-verify compares: longer ones take too long."""
 MODES = ("strict", "lenient", "boxed", "####")
-"""The places from which :func:`extract_answer` reads an answer."""
-_NO_TAG = r"(?:(?!</?(?:think|answer)>).)*+"
-DEFAULT_FORMAT = rf"\s*<think>{_NO_TAG}</think>\s*<answer>{_NO_TAG}</answer>\s*"
+"""Names of the places where :func:`extract_answer` looks for an answer."""
+_TEXT_WITHOUT_TAGS = r"(?:(?!</?(?:think|answer)>).)*+"
+DEFAULT_FORMAT = (
+    rf"\s*<think>{_TEXT_WITHOUT_TAGS}</think>\s*<answer>{_TEXT_WITHOUT_TAGS}</answer>\s*"
+)
 """Matches a whole response in which each of the four tags occurs exactly once."""
 MINUS_SIGNS = str.maketrans("\u2212\u2012\u2013\ufe63\uff0d", "-----")
 """For ``str.translate``: the Unicode characters that are read as a minus sign."""
@@ -24,7 +27,7 @@ MINUS_SIGNS = str.maketrans("\u2212\u2012\u2013\ufe63\uff0d", "-----")
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _BRACE = re.compile(r"(?s)\\.|[{}]")  # a backslash takes the next character with it: \{ is no brace
 
-_NOT_OF_A_NUMBER = re.compile(
+_NUMBER_DECORATION = re.compile(
     r"""(?x)
     # LaTeX between the digits of thousands: 1{,}000, 1,\!000, 1\,000, 1\ 000.
     (?<=[0-9]) (?: \{,\} | ,\\! | \\[,:;\ ] ) (?=[0-9]{3}(?![0-9]))
@@ -51,7 +54,7 @@ _NUMBER = re.compile(
 
 # A minus is read as a sign only where it cannot be a subtraction: the last number of "10-5" is 5,
 # not -5.
-_LAST_NUMBER = re.compile(
+_NUMBER_IN_TEXT = re.compile(
     r"""(?x)
     (?:\$- | (?:(?<![\w)\]])-)? \$?)
     (?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9]) | [0-9]+ | (?<![0-9])\.[0-9]+)
@@ -61,11 +64,13 @@ _LAST_NUMBER = re.compile(
 
 
 def reference_texts(answer: object) -> list[str]:
-    """The texts of a row's reference answer, each of which is right.
+    """Return the texts of a row's reference answer, each of which is right.
 
-    Text and a number give one, a list gives those of its items; None, NaN and empty text give none.
-    ValueError for anything else, whose text would be equal to no answer: a mapping, bytes, a list
-    in a list.
+    Text or a number gives one text, a list gives those of its items. None, NaN and empty text give
+    none.
+
+    Raises:
+        ValueError: for a mapping, bytes, a list in a list: no answer would be equal to their text.
     """
     items = answer if isinstance(answer, list | tuple) else [answer]
     texts = []
@@ -74,11 +79,13 @@ def reference_texts(answer: object) -> list[str]:
             continue
         if not isinstance(item, str | Number):
             place = " in a list" if items is answer else ""
+            kind = type(item).__name__
             raise ValueError(
-                f"a reference answer is text, a number or a list of these, not a {type(item).__name__}{place}"
+                f"a reference answer is text, a number or a list of these, not a {kind}{place}"
             )
         text = str(item)
-        if text.strip() and item == item:  # NaN is not equal to itself
+        # A missing value may be NaN, which is not equal to itself.
+        if text.strip() and item == item:
             texts.append(text)
     return texts
 
@@ -94,9 +101,9 @@ def equals_reference(answer: str | None, reference: object) -> bool:
 
 
 def completion_text(completion: str | list[dict]) -> str:
-    """The text of a completion: a string, or the model's own messages joined by newlines.
+    """Return the text of a completion: a string, or messages of the model joined by newlines.
 
-    These are the messages of the role ``assistant`` or of none: results of tools and observations
+    The messages of the model have the role ``assistant`` or none: results of tools and observations
     are left out. Content in parts (``[{"type": "text", "text": ...}]``) is concatenated.
     """
     if isinstance(completion, str):
@@ -105,6 +112,7 @@ def completion_text(completion: str | list[dict]) -> str:
     for message in completion:
         if message.get("role", "assistant") != "assistant":
             continue
+        # A turn that only calls tools may have None as its content.
         content = message["content"] or ""
         if isinstance(content, list):
             content = "".join(part.get("text") or "" for part in content)
@@ -113,21 +121,22 @@ def completion_text(completion: str | list[dict]) -> str:
 
 
 def after_thinking(text: str) -> str:
-    """The text after the last ``</think>``, up to a ``<think>`` that is not closed. Without tags
-    the whole text.
+    """Return the text after the last ``</think>``, up to a ``<think>`` that is not closed.
+
+    Without these tags, that is all of the text.
     """
     return text.rpartition("</think>")[2].partition("<think>")[0]
 
 
 def tag_content(text: str, tag: str) -> str | None:
-    """The text between ``<tag>`` and ``</tag>``, unchanged; ``None`` unless each of the two occurs
-    exactly once.
+    """Return the text between ``<tag>`` and ``</tag>``, unchanged.
 
-    ``None`` also if the tag lies inside the thinking: the next tag of thinking after it is
-    ``</think>``.
+    ``None`` unless each of the two occurs exactly once, and outside the thinking.
     """
     opening = f"<{tag}>"
     closing = f"</{tag}>"
+    # The tag lies inside the thinking if the next tag of thinking after it is </think>. The prompt
+    # may have opened the thinking, so a <think> before the tag says nothing.
     _, _, after = text.partition(closing)
     thought, end_of_thinking, _ = after.partition("</think>")
     is_thought = end_of_thinking and "<think>" not in thought
@@ -137,19 +146,21 @@ def tag_content(text: str, tag: str) -> str | None:
 
 
 def last_tag_content(text: str, tag: str) -> str | None:
-    """The text inside the last ``<tag>...</tag>``, unchanged; ``None`` without one."""
+    """Return the text inside the last ``<tag>...</tag>``, unchanged; ``None`` without one."""
     before = text.rpartition(f"</{tag}>")[0]
     _, opening, content = before.rpartition(f"<{tag}>")
     return content if opening else None
 
 
 def boxed_content(text: str) -> str | None:
-    """The text inside the last ``\\boxed{...}`` or ``\\fbox{...}``, or ``None`` if it is missing or
-    not closed.
+    """Return the text inside the last ``\\boxed{...}`` or ``\\fbox{...}``.
+
+    ``None`` if there is no box, or the last one is not closed.
     """
     *before, content = _BOX.split(text)
     if not before:
         return None
+    # Braces are counted, since LaTeX nests them: \boxed{\frac{1}{2}}.
     depth = 1
     for brace in _BRACE.finditer(content):
         if brace[0] == "{":
@@ -162,8 +173,9 @@ def boxed_content(text: str) -> str | None:
 
 
 def extract_answer(text: str, mode: str = "strict", tag: str = "answer") -> str | None:
-    """The answer in a response, without surrounding white space, or ``None`` if there is none or it
-    is empty.
+    """Return the answer in a response, without surrounding white space.
+
+    ``None`` if there is no answer or it is empty. The modes read
 
     - ``"strict"``: the text inside ``<tag>...</tag>``, if there is exactly one such tag, outside
       ``<think>...</think>``
@@ -172,18 +184,20 @@ def extract_answer(text: str, mode: str = "strict", tag: str = "answer") -> str 
     - ``"####"``: the rest of the line after the last ``####`` after the thinking, as in the answers
       of GSM8K
 
-    Any other mode is a ``ValueError``.
+    Raises:
+        ValueError: for any other mode.
     """
     if mode == "strict":
         content = tag_content(text, tag)
     elif mode == "lenient":
-        numbers = _LAST_NUMBER.findall(plain_numbers(text))
-        content = numbers and numbers[-1]
+        numbers = _NUMBER_IN_TEXT.findall(plain_numbers(text))
+        content = numbers[-1] if numbers else None
     elif mode == "boxed":
         content = boxed_content(after_thinking(text))
     elif mode == "####":
         _, mark, rest = after_thinking(text).rpartition("####")
-        content = mark and rest.partition("\n")[0]
+        line = rest.partition("\n")[0]
+        content = line if mark else None
     else:
         raise ValueError(f"mode must be one of {', '.join(map(repr, MODES))}, got {mode!r}")
     return (content or "").strip() or None
@@ -195,15 +209,15 @@ def has_format(text: str, pattern: str = DEFAULT_FORMAT) -> bool:
 
 
 def plain_numbers(text: str) -> str:
-    """``text`` with ASCII minus signs, and without the currency signs ``\\$``, ``€`` and ``£``.
+    """Return ``text`` with ASCII minus signs, and without ``\\$``, ``€`` and ``£``.
 
-    LaTeX between the digits of thousands goes, too: ``-\\$1{,}000`` becomes ``-1000``.
+    LaTeX between the digits of thousands is left out, too: ``-\\$1{,}000`` becomes ``-1000``.
     """
-    return _NOT_OF_A_NUMBER.sub("", text.translate(MINUS_SIGNS))
+    return _NUMBER_DECORATION.sub("", text.translate(MINUS_SIGNS))
 
 
 def parse_number(text: str) -> Fraction | None:
-    """``text`` as an exact number, or ``None`` if it is anything but a single number.
+    """Return ``text`` as an exact number, or ``None`` if it is anything but a single number.
 
     Accepts ``1,000``, signs (also a Unicode minus), decimals, exponents up to 999, ``a/b``, a
     currency sign, a percent sign (ignored: ``50%`` is 50), a leading ``=``, a trailing period, and
@@ -216,6 +230,7 @@ def parse_number(text: str) -> Fraction | None:
     if match is None or (match["sign"] and match["inner"]):
         return None
 
+    # A fraction is exact: 0.1 + 0.2 and 0.3 are equal, and 0.33 and 1/3 are not.
     whole = match["whole"].replace(",", "")
     decimals = (match["decimals"] or "").removeprefix(".")
     denominator = int(match["denominator"] or 1)
@@ -226,9 +241,10 @@ def parse_number(text: str) -> Fraction | None:
     return -value if is_negative else value
 
 
-def comparable(answer: object) -> Fraction | str:
-    """An answer as a number, or else as text: case folded, white space collapsed, one trailing
-    period removed.
+def comparable_form(answer: object) -> Fraction | str:
+    """Return an answer as a number, or else as text.
+
+    The text is case folded, with white space collapsed and one trailing period removed.
     """
     text = str(answer)
     number = parse_number(text)
@@ -238,16 +254,12 @@ def comparable(answer: object) -> Fraction | str:
 
 
 def answers_equal(a: object, b: object) -> bool:
-    """True if two answers are the same number (``0.33`` is not ``1/3``) or, where neither is one,
-    the same text.
-    """
-    return comparable(a) == comparable(b)
+    """True if two answers are the same number or, if neither is a number, the same text."""
+    return comparable_form(a) == comparable_form(b)
 
 
 def answers_equivalent(answer: str, reference: str) -> bool:
-    """True if two answers are equal (:func:`answers_equal`) or math-verify finds the same
-    expression in them.
-    """
+    """True if :func:`answers_equal`, or if math-verify finds equal expressions in the answers."""
     if answers_equal(answer, reference):
         return True
     is_short = len(answer) <= LONGEST_EXPRESSION
@@ -255,10 +267,9 @@ def answers_equivalent(answer: str, reference: str) -> bool:
 
 
 def parse_answer(text: str) -> list:
-    """The expressions that math-verify reads in an answer, also LaTeX without delimiters
-    (``\\frac{1}{2}``), if any.
-    """
+    """Return the expressions that math-verify reads in an answer, which may be LaTeX."""
     text = plain_numbers(text).strip()
+    # math-verify reads LaTeX only between delimiters, which answers such as \frac{1}{2} lack.
     if not re.search(r"\$|\\(?:boxed|\(|\[)", text):
         expressions = find_expression(f"${text}$")
         if expressions:
@@ -267,22 +278,23 @@ def parse_answer(text: str) -> list:
 
 
 def find_expression(text: str) -> list:
-    """The last expression of a text that math-verify reads (LaTeX between delimiters, or a number);
-    empty if none.
+    """Return the last expression of a text that math-verify reads; empty if there is none.
+
+    An expression is a number, or LaTeX between delimiters.
     """
     import math_verify
 
     return math_verify.parse(plain_numbers(text).strip(), parsing_timeout=_math_verify_timeout())
 
 
-def same_expression(expected: list, found: list) -> bool:
-    """True if math-verify finds the results of two of the functions above to be equal."""
+def same_expression(expected: list, answer: list) -> bool:
+    """True if math-verify takes two results of :func:`parse_answer` for equal."""
     import math_verify
 
-    return bool(math_verify.verify(expected, found, timeout_seconds=_math_verify_timeout()))
+    return bool(math_verify.verify(expected, answer, timeout_seconds=_math_verify_timeout()))
 
 
 def _math_verify_timeout() -> int | None:
-    # Seconds per expression. The limit uses SIGALRM, which only a main thread may do; reward
-    # workers run in theirs.
+    # Seconds per expression. The limit uses SIGALRM, which works only in a main thread. Worker
+    # processes call rewards in theirs; elsewhere there is no limit.
     return 3 if threading.current_thread() is threading.main_thread() else None

@@ -1,10 +1,11 @@
-"""The built-in rewards that run no code of the completion.
+"""The built-in rewards, except ``python_tests``, which runs code of the completion.
 
-``fn(prompts, completions, *, <arguments>, **columns)`` gives one number or ``None`` per completion;
-prompts and completions are texts or lists of messages. Where a docstring names a source, the
-defaults are those published there. Each function checks its arguments before any row, so a call
-without rows checks a configuration. The type of a default, or else the annotation, is that of the
-values which ``functions.check_arguments`` accepts.
+``fn(prompts, completions, *, <settings>, **columns)`` returns one number or ``None`` per
+completion. Prompts and completions are texts or lists of messages. Where a docstring names a
+source, the defaults are those published there.
+
+Each function checks its settings before any row, so a call without rows checks a configuration. The
+type of a default, or else the annotation, is the type that ``functions.check_arguments`` accepts.
 """
 
 import ast
@@ -19,16 +20,15 @@ from grpo.system import import_extra
 Rewards = list[float | None]
 """One reward per completion. ``None`` marks a row that cannot be scored."""
 COMPARING = ("accuracy", "pattern_answer", "exact_or_stripped", "math_verify", "r1_zero")
-"""The built-in rewards that compare an answer with :func:`answers.reference_texts` of the column
-``column``.
+"""The built-in rewards that compare an answer with the reference answer in the column ``column``.
 """
 TAGS_PATTERN = r"(<think>)|(</think>)|(<answer>)|(</answer>)(\s*\Z)?"
 """Five groups: one for each tag, and one that matches if nothing follows the last tag."""
-MAX_LENGTH = 500
+MAX_EXPRESSION_LENGTH = 500
 """Characters of an arithmetic expression. There is no power operator, so this bounds the size of
 every value too.
 """
-_OTHER_OPERATORS = str.maketrans("×·÷[]", "**/()") | answers.MINUS_SIGNS
+_OPERATOR_VARIANTS = str.maketrans("×·÷[]", "**/()") | answers.MINUS_SIGNS
 ARITHMETIC = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -37,12 +37,14 @@ ARITHMETIC = {
     ast.UAdd: operator.pos,
     ast.USub: operator.neg,
 }
-"""Operators for :func:`evaluate`."""
+"""Operators for :func:`evaluate`. The quotient of two integers is a float."""
 
 
 def score_rows(score, completions, columns, *names) -> Rewards:
-    """``score(text, *values)`` for each completion: its text, and its row's values of the columns
-    ``names``.
+    """Return ``score(text, *values)`` for each completion: its text, and values of its row.
+
+    Args:
+        names: the columns of these values.
     """
     # The call without rows, which checks a configuration, has no columns either.
     values = [columns[name] if completions else [] for name in names]
@@ -59,23 +61,30 @@ def grade_answers(
     value=1.0,
     otherwise=0.0,
 ) -> Rewards:
-    """The best score of each completion's answer, ``read(text)``, over the reference answers of its
-    row.
+    """Return the best score of each completion's answer over the reference answers of its row.
 
-    ``grade(answer, reference)`` is ``True`` or a number by which ``value`` is multiplied, or
-    ``False`` or 0 for ``otherwise``. 0 without an answer; ``None`` without a reference answer, or
-    if every grade is ``None``.
+    0 without an answer; ``None`` without a reference answer, or if every grade is ``None``.
+
+    Args:
+        read: text of a completion -> its answer, or None.
+        grade: answer, reference answer -> a factor of ``value``; True counts as 1, False or 0 means
+            ``otherwise``, and None that the reference cannot be compared.
+        column: column of the reference answers.
     """
 
-    def score(text, value_of_row):
-        references = answers.reference_texts(value_of_row)
+    def score(text, reference_answer):
+        references = answers.reference_texts(reference_answer)
         if not references:
             return None
         answer = read(text)
         if answer is None:
             return 0.0
-        grades = [grade(answer, reference) for reference in references]
-        scores = [value * part if part else otherwise for part in grades if part is not None]
+        scores = []
+        for reference in references:
+            factor = grade(answer, reference)
+            if factor is not None:
+                scores.append(value * factor if factor else otherwise)
+        # Any item of a list is right, so the best one counts.
         return max(scores, default=None)
 
     return score_rows(score, completions, columns, column)
@@ -91,11 +100,9 @@ def accuracy(
     column="answer",
     **columns,
 ) -> Rewards:
-    """``value`` where the answer, found by :func:`answers.extract_answer`, equals the reference
-    answer, else 0.
-    """
+    """``value`` where :func:`answers.extract_answer` gives the reference answer, else 0."""
     read = partial(answers.extract_answer, mode=mode, tag=tag)
-    read("")  # checks the mode
+    read("")  # an unknown mode is an error also in a call without rows
     return grade_answers(read, answers.answers_equal, completions, columns, column, value)
 
 
@@ -107,17 +114,18 @@ def format(
     value=1.0,
     **columns,
 ) -> Rewards:
-    """``value`` where the whole response matches ``pattern``; the default is
-    :data:`answers.DEFAULT_FORMAT`.
+    """``value`` where the whole response matches ``pattern``, else 0.
+
+    Default of ``pattern``: :data:`answers.DEFAULT_FORMAT`.
     """
     if pattern is None:
         pattern = answers.DEFAULT_FORMAT
     compiled = re.compile(pattern, re.DOTALL)
-    return score_rows(
-        lambda text: value if compiled.fullmatch(text) else 0.0,
-        completions,
-        columns,
-    )
+
+    def score(text):
+        return value if compiled.fullmatch(text) else 0.0
+
+    return score_rows(score, completions, columns)
 
 
 def tag_groups(
@@ -140,10 +148,12 @@ def tag_groups(
         raise ValueError(f"tag_groups counts the groups of its pattern, and {pattern!r} has none")
 
     def score(text):
-        matched = set()
+        matched_groups = set()
         for match in compiled.finditer(text):
-            matched.update(n for n, part in enumerate(match.groups()) if part is not None)
-        return min(per_group * len(matched), max_value)
+            for number, part in enumerate(match.groups()):
+                if part is not None:
+                    matched_groups.add(number)
+        return min(per_group * len(matched_groups), max_value)
 
     return score_rows(score, completions, columns)
 
@@ -158,18 +168,16 @@ def pattern_answer(
     column="answer",
     **columns,
 ) -> Rewards:
-    """``value`` where the whole response matches ``pattern`` and the group equals the reference
+    """``value`` where the whole response matches ``pattern`` and its named group has the reference
     answer, else 0.
     """
-    return grade_answers(
-        _group_reader(pattern, group),
+    read = _group_reader(pattern, group)
+
+    def grade(answer, reference):
         # An empty answer would be equal to a reference answer that is a period alone.
-        lambda answer, reference: answer.strip() and answers.answers_equal(answer, reference),
-        completions,
-        columns,
-        column,
-        value,
-    )
+        return answer.strip() and answers.answers_equal(answer, reference)
+
+    return grade_answers(read, grade, completions, columns, column, value)
 
 
 def exact_or_stripped(
@@ -183,12 +191,12 @@ def exact_or_stripped(
     column="answer",
     **columns,
 ) -> Rewards:
-    """``exact`` where the text in the tag is the reference answer, ``stripped`` where white space
-    around it differs.
+    """``exact`` where the text in the tag is the reference answer to the character, ``stripped``
+    where white space around it differs.
 
-    With ``pattern``, which the whole response must match, the text is its group
-    ``(?P<answer>...)``; no tag is read. Source of the values: "The Illustrated GRPO" and its Gemma
-    3 recipe (3.0 and 1.5, tag ``SOLUTION``).
+    With ``pattern``, which the whole response must match, the text is that of its group
+    ``(?P<answer>...)``, and no tag is read. Source of the values: "The Illustrated GRPO" and its
+    Gemma 3 recipe (3.0 and 1.5, tag ``SOLUTION``).
     """
     read = partial(answers.tag_content, tag=tag)
     if pattern is not None:
@@ -203,18 +211,20 @@ def exact_or_stripped(
 
 
 def _group_reader(pattern: str, group: str):
-    """A function that reads a named group; ``None`` unless the whole text matches and the group
-    takes part.
+    """Return a function that reads a named group of a text that matches the pattern as a whole.
+
+    The function returns ``None`` if the text does not match, or the group takes no part in it.
     """
     compiled = re.compile(pattern, re.DOTALL)
     if group not in compiled.groupindex:
         raise ValueError(
-            f"the answer is read from a group (?P<{group}>...), and {pattern!r} has no group of that name"
+            f"the answer is read from a group (?P<{group}>...), "
+            f"and {pattern!r} has no group of that name"
         )
 
     def read(text):
         match = compiled.fullmatch(text)
-        return match and match[group]
+        return match[group] if match else None
 
     return read
 
@@ -228,18 +238,21 @@ def soft_overlong(
     cache_length: int,
     **columns,
 ) -> Rewards:
-    """DAPO's soft overlong punishment (arXiv 2503.14476, equation 13, with 20480 and 4096 tokens).
+    """Soft overlong punishment of DAPO (arXiv 2503.14476, equation 13, with 20480 and 4096 tokens).
 
     0 for up to ``max_length - cache_length`` tokens, then a linear decrease to -1 at
     ``max_length``, and -1 beyond.
     """
     if not 0 < cache_length <= max_length:
         raise ValueError(
-            f"soft_overlong needs 0 < cache_length <= max_length, got {cache_length} and {max_length}"
+            "soft_overlong needs 0 < cache_length <= max_length, "
+            f"got {cache_length} and {max_length}"
         )
-    free_length = max_length - cache_length
-    remaining = [(free_length - len(ids)) / cache_length for ids in completion_ids]
-    return [max(-1.0, min(0.0, part)) for part in remaining]
+    rewards = []
+    for ids in completion_ids:
+        remaining_length = max_length - cache_length - len(ids)
+        rewards.append(max(-1.0, min(0.0, remaining_length / cache_length)))
+    return rewards
 
 
 def math_verify(
@@ -251,12 +264,11 @@ def math_verify(
     column="answer",
     **columns,
 ) -> Rewards:
-    """``value`` where math-verify finds the answer after the thinking equal to the reference
-    answer, else 0.
+    """``value`` where math-verify takes the answer for equal to the reference answer, else 0.
 
-    The answer is the text inside the last ``<answer>...</answer>``, or without one the last
-    expression. With ``tag`` it is the text inside the last such tag. ``None`` also where the
-    reference answer cannot be parsed.
+    The answer is the text inside the last ``<answer>...</answer>`` after the thinking or, without
+    such a tag, the last expression there. With ``tag`` it is the text inside the last such tag.
+    ``None`` also where the reference answer cannot be parsed.
     """
     import_extra("math_verify", "math", "reward 'math_verify'")
 
@@ -267,9 +279,9 @@ def math_verify(
             return answers.find_expression(response)
         return answers.parse_answer(answer or "")
 
-    def grade(found, reference):
+    def grade(answer, reference):
         expected = answers.parse_answer(reference)
-        return answers.same_expression(expected, found) if expected else None
+        return answers.same_expression(expected, answer) if expected else None
 
     return grade_answers(read, grade, completions, columns, column, value)
 
@@ -283,8 +295,8 @@ def r1_zero(
     column="answer",
     **columns,
 ) -> Rewards:
-    """The reward of "Understanding R1-Zero-Like Training" (arXiv 2503.20783), for prompts that end
-    with ``<think>``.
+    """Reward of "Understanding R1-Zero-Like Training" (arXiv 2503.20783), for prompts that end with
+    ``<think>``.
 
     ``value`` for format and answer, ``format_value`` for the format alone, else 0. The format is
     ``</think> <answer>`` and ``</answer>`` in the response. Answers are compared by
@@ -324,11 +336,10 @@ def reasoning_gym(
     metadata_column="metadata",
     **columns,
 ) -> Rewards:
-    """``value`` times the score, 0 to 1, that reasoning-gym gives the text in the tag; 0 without a
-    well-formed tag, and where the task's scorer raises.
+    """``value`` times the score, 0 to 1, that reasoning-gym gives the text in the tag.
 
-    The row's metadata names the task. Many of its scorers give a wrong answer 0.01, some give
-    partial scores.
+    0 without a well-formed tag, and where the task's scorer raises. The row's metadata names the
+    task. Many scorers give a wrong answer 0.01, some give partial scores.
     """
     library = import_extra("reasoning_gym", "gym", "reward 'reasoning_gym'")
 
@@ -364,19 +375,21 @@ def countdown(
     target_column="target",
     **columns,
 ) -> Rewards:
-    """``value`` where the expression in the tag uses each number of the row exactly once and equals
-    the row's target.
+    """``value`` where the expression in the tag uses each number of the row once and equals the
+    row's target.
 
     ``format_value`` (TinyZero: 0.1) where the tag contains anything else, 0 without a tag. The
-    expression may be the left side of an equation (``(3 + 5) * 3 = 24``) that holds. An error where
-    the row has other values than numbers.
+    expression may be the left side of a true equation, such as ``(3 + 5) * 3 = 24``.
+
+    Raises:
+        ValueError: if the row has other values than numbers.
     """
 
     def score(text, numbers, target):
         if numbers is None or target is None:
             return None
-        # Read before the answer, so that a row which no answer solves is an error from the first
-        # step on.
+        # Read before the answer, so that a broken row is an error from the first step on, and not
+        # only when the policy has learned the format.
         texts = [str(number).replace(",", "") for number in [*numbers, target]]
         *available, goal = map(Fraction, texts)
         answer = answers.extract_answer(text, tag=tag)
@@ -387,7 +400,7 @@ def countdown(
             result, used = evaluate_expression(expression)
         except ValueError:
             return format_value
-        # The result, and what the right side of an equation says that it is.
+        # An equation with a wrong right side is wrong, even if its left side equals the target.
         results = {result, *map(answers.parse_number, claimed)}
         is_solved = results == {goal} and sorted(used) == sorted(available)
         return value if is_solved else format_value
@@ -396,34 +409,40 @@ def countdown(
 
 
 def evaluate_expression(text: str) -> tuple[Fraction, list[int]]:
-    """The exact value of an expression of integers, ``+ - * /``, signs and parentheses, and its
-    integers in order.
+    """Return the exact value of an expression, and its integers in order.
 
-    ``ValueError`` if ``text`` is anything else, divides by zero, exceeds ``MAX_LENGTH`` or opens 51
-    parentheses.
+    Raises:
+        ValueError: if ``text`` has anything but integers, ``+ - * /``, signs and parentheses,
+            divides by zero, exceeds ``MAX_EXPRESSION_LENGTH`` or opens 51 parentheses.
     """
-    expression = " ".join(text.translate(_OTHER_OPERATORS).split())
-    if len(text) > MAX_LENGTH or re.search(r"[^-+*/() 0-9]|(?:\([^(]*){51}", expression):
+    expression = " ".join(text.translate(_OPERATOR_VARIANTS).split())
+    # Checked first: the text of a model may be nested too deep for Python's parser.
+    is_too_long = len(text) > MAX_EXPRESSION_LENGTH
+    if is_too_long or re.search(r"[^-+*/() 0-9]|(?:\([^(]*){51}", expression):
         raise ValueError("not an expression of integers, + - * / and parentheses, or too long")
-    expression = re.sub(r"(?<![0-9])0+(?=[0-9])", "", expression)  # Python refuses 007
+    # Python refuses 007.
+    expression = re.sub(r"(?<![0-9])0+(?=[0-9])", "", expression)
     try:
         # The quotient of two integers or fractions is a fraction.
         value = evaluate(expression, ARITHMETIC | {ast.Div: Fraction})
-    # Of any type: Python's parser has many for text that is no expression.
-    except Exception as error:
+    except Exception as error:  # of any type: Python's parser has several
         raise ValueError(f"an expression without a value: {error}") from None
     integers = re.findall("[0-9]+", expression)
     return Fraction(value), list(map(int, integers))
 
 
 def evaluate(expression: str, operations: dict) -> Fraction | float | complex:
-    """The value of an expression of numbers and operators (a class of ``ast`` -> the function that
-    computes it).
+    """Return the value of an expression of numbers and operators.
 
-    ``ValueError`` for any other expression of Python, and any error of Python's parser or of a
-    function.
+    Args:
+        operations: class of an operator in ``ast`` -> the function that computes it.
+
+    Raises:
+        ValueError: for any other expression of Python.
+        Exception: any error of Python's parser or of an operation.
     """
 
+    # Never eval(): the text is the model's.
     def value(node):
         if type(getattr(node, "value", None)) in (int, float):
             return node.value
@@ -437,7 +456,6 @@ def evaluate(expression: str, operations: dict) -> Fraction | float | complex:
 
 
 def environment(prompts, completions, environment_rewards=(), **columns) -> Rewards:
-    """The reward that the environment gives itself: ``get_reward()``, or the sum of its turns'
-    rewards.
-    """
+    """The environment's reward: that of its ``get_reward()``, or the sum of its turns' rewards."""
+    # The rollout has asked for it, in the process where the environment lives.
     return environment_rewards

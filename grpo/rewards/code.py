@@ -1,5 +1,7 @@
-"""The reward ``python_tests``: the fraction of a row's tests that the completion's code passes in
-the sandbox.
+"""The reward ``python_tests``: the fraction of a row's tests that the completion's code passes.
+
+The code runs in the sandbox (:mod:`grpo.workers.sandbox`). The second half of the file reads tests
+in the forms in which datasets publish them.
 """
 
 import ast
@@ -13,13 +15,14 @@ from grpo.rewards.builtin import COMPARING, Rewards, score_rows
 from grpo.workers.sandbox import Limits, SandboxResult, run_python
 
 MAX_CODE_LENGTH = 100_000
-FORMS = (
+"""Characters of the longest code that is run."""
+TEST_FORMS_HINT = (
     "a row has a list of tests; each is a statement such as 'assert f(2) == 4', "
     "or {'input': ..., 'output': ...}; docs/rewards.md has other forms"
 )
-_BLOCK = r"(?s)(?P<fence>`{3,}+)(?:[^\n`]*\n)?(?P<code>.*?)(?:(?P=fence)|\Z)"
+_FENCED_BLOCK = r"(?s)(?P<fence>`{3,}+)(?:[^\n`]*\n)?(?P<code>.*?)(?:(?P=fence)|\Z)"
 """A fenced block. One without a closing fence, from a truncated response, counts too."""
-_TEXT_OF_LIST = r"""(?s)\s*+\[(?:[\s,]*+(?:"(?:\\.|[^"\\])*+"|'(?:\\.|[^'\\])*+'))++[\s,]*+\]\s*+"""
+_LIST_AS_TEXT = r"""(?s)\s*+\[(?:[\s,]*+(?:"(?:\\.|[^"\\])*+"|'(?:\\.|[^'\\])*+'))++[\s,]*+\]\s*+"""
 """Matches ``['70', '71']`` and ``["70"]``, but no interval: the items are texts in quotes."""
 _CALL_PROGRAM = """
 import io, json, sys, types
@@ -31,11 +34,13 @@ try:
     exec(compile({code!r}, "solution.py", "exec"), solution.__dict__)
 except SystemExit:
     pass
-owner = solution.Solution() if hasattr(getattr(solution, "Solution", None), {function!r}) else solution
+owner = solution
+if hasattr(getattr(solution, "Solution", None), {function!r}):
+    owner = solution.Solution()
 print(json.dumps(getattr(owner, {function!r})(*arguments)), file=output, flush=True)
 """
-"""A program that calls a function of ``code``, or of its class ``Solution``. The arguments are JSON
-on stdin, the result is JSON on stdout: the expected result is compared outside the sandbox.
+"""A program that calls a function of ``code``, or a method of its class ``Solution``. The arguments
+are JSON on stdin, and the result is JSON on stdout. What the code itself prints goes nowhere.
 """
 
 
@@ -55,8 +60,9 @@ def python_tests(
     """``value`` times the fraction of tests passed; 0 without code, ``None`` without tests.
 
     :func:`extract_code` finds the code, :func:`read_tests` reads the tests. Outputs are compared
-    outside the sandbox, those of a program up to white space at the ends of lines.
-    ``total_seconds`` (all tests of one completion) must be less than ``reward.timeout_s``: code
+    outside the sandbox, those of a program except white space at the ends of lines.
+
+    ``total_seconds``, for all tests of one completion, must be less than ``reward.timeout_s``: code
     that hangs then scores 0, not ``None``.
     """
     limits = Limits(test_seconds, total_seconds, memory_mb)
@@ -73,19 +79,21 @@ def python_tests(
             return 0.0
         if "function" in tests[0]:
             code = _CALL_PROGRAM.format(code=code, function=tests[0]["function"])
-        # The code must not see the expected outputs.
+        # The expected outputs stay outside the sandbox, where the code could print them.
         expected = [test.pop("output", None) for test in tests]
         results = run_python(code, tests, limits, allow_unsandboxed=allow_unsandboxed)
-        return value * sum(map(_passed, tests, expected, results)) / len(tests)
+        num_passed = sum(map(_has_passed, tests, expected, results))
+        return value * num_passed / len(tests)
 
     columns.setdefault("entry_point", [None] * len(completions))
     return score_rows(score, completions, columns, column, "entry_point")
 
 
+# Called with one row at a time: total_seconds, for one row, is less than the limit of a call.
 python_tests.row_by_row = True
 
 
-def _passed(test: dict, expected: str | None, result: SandboxResult) -> bool:
+def _has_passed(test: dict, expected: str | None, result: SandboxResult) -> bool:
     if result.status != "passed":
         return False
     if expected is None:
@@ -99,24 +107,24 @@ def _passed(test: dict, expected: str | None, result: SandboxResult) -> bool:
 
 
 def _lines(text: str) -> list[str]:
-    # Not splitlines() and rstrip() alone: for them a form feed and U+2028 are ends of lines and
-    # white space.
+    # Judges count only newlines as ends of lines. For splitlines() and rstrip(), a form feed and
+    # U+2028 are ends of lines and white space, too.
     return [line.rstrip(" \t\r") for line in text.rstrip(" \t\r\n").split("\n")]
 
 
 def extract_code(text: str, tag: str | None = None) -> str | None:
-    """The last fenced block after the thinking, or all text after it; ``None`` if that is empty or
-    too long.
+    """Return the last fenced block after the thinking or, without a block, all text after it.
 
-    With ``tag``, only the text inside the only ``<tag>...</tag>`` is read (``None`` without that
-    tag).
+    ``None`` if that is empty or too long. With ``tag``, only the text inside the only
+    ``<tag>...</tag>`` is read, and ``None`` is returned without that tag.
     """
     text = after_thinking(text) if tag is None else tag_content(text, tag) or ""
     code = text
-    for block in re.finditer(_BLOCK, text):
+    for block in re.finditer(_FENCED_BLOCK, text):
         code = block["code"]
     if not code.strip() or len(code) > MAX_CODE_LENGTH:
         return None
+    # A block in a list of Markdown is indented.
     return textwrap.dedent(code)
 
 
@@ -128,13 +136,17 @@ def check_rows(
     *,
     has_pattern: bool = False,
 ) -> None:
-    """Raise ``ValueError``, with the row's place, if a reward cannot read the tests or reference
-    answer of a row.
+    """Raise ``ValueError`` if a reward cannot read the tests or the reference answer of a row.
 
-    ``has_pattern``: the answers are what ``data.answer_pattern`` has found, so that each is meant
-    as it is.
+    Args:
+        specs: objects with the name and the args of each reward.
+        source: names the dataset in messages.
+        places: names each row in messages.
+        has_pattern: True if ``data.answer_pattern`` has cut the answers out of the column
+            ``answer``, so that each is meant as it is.
     """
     for spec in specs:
+        # A reward of the user may read any form.
         has_tests = spec.name == "python_tests"
         if not has_tests and spec.name not in COMPARING:
             continue
@@ -151,17 +163,20 @@ def check_rows(
             except Exception as error:  # of any type: the dataset may hold anything
                 mistake = error
                 if has_tests:
-                    mistake = f"{value!r:.100} is no test that can be read ({error!r}); {FORMS}"
+                    mistake = (
+                        f"{value!r:.100} is no test that can be read ({error!r}); {TEST_FORMS_HINT}"
+                    )
                 raise ValueError(f"{source}, {place}, column {column}: {mistake}") from None
 
 
 def _check_reference(value: object) -> None:
+    # No answer would be equal to these, so that every reward would be 0.
     if isinstance(value, Mapping):
         keys = ", ".join(map(str, value))
         raise ValueError(
             f"a mapping is no answer: data.answer_column=COLUMN.KEY takes one of its keys, {keys}"
         )
-    if isinstance(value, str) and re.fullmatch(_TEXT_OF_LIST, value):
+    if isinstance(value, str) and re.fullmatch(_LIST_AS_TEXT, value):
         raise ValueError(
             f"{value:.60} is the text of a list: data.answer_pattern takes an answer out of it, "
             "and '(?s)(.*)' the whole"
@@ -170,16 +185,20 @@ def _check_reference(value: object) -> None:
 
 
 def read_tests(raw: object, entry_point: str | None = None) -> list[dict]:
-    """The tests of a row in the forms in which datasets publish them; an exception for any other
-    form.
+    """Read the tests of a row. ``docs/rewards.md`` lists the forms in which datasets publish them.
 
     Each test is returned as ``{"code": ...}``, as ``{"input": ..., "output": ...}`` for a program,
     or as ``{"function": ..., "input": ..., "output": ...}`` with JSON of the arguments and of the
-    list of right results. ``docs/rewards.md`` lists the forms; ``entry_point`` is the function that
-    a HumanEval test calls.
+    list of right results.
+
+    Args:
+        entry_point: name of the function that a HumanEval test calls.
+
+    Raises:
+        Exception: of any type, for any other form.
     """
     tests = []
-    for test in _list_of(raw):
+    for test in _published_tests(raw):
         if not isinstance(test, str):
             tests.append(_read_case(test))
         elif test.strip():
@@ -190,8 +209,8 @@ def read_tests(raw: object, entry_point: str | None = None) -> list[dict]:
     return tests
 
 
-def _list_of(raw: object) -> list:
-    """The tests of a row, each still in the form in which it was published."""
+def _published_tests(raw: object) -> list:
+    """Return the list of a row's tests, each still in the form in which it was published."""
     if isinstance(raw, str):
         if not re.match(r"\s*[\[{]", raw):
             return [raw]  # a statement
@@ -199,22 +218,24 @@ def _list_of(raw: object) -> list:
     if not isinstance(raw, Mapping):
         return [] if raw is None else raw
 
-    # A column of structs has every key in every row.
+    # A column of structs has every key in every row, with None for those that a row lacks.
     fields = {key: value for key, value in raw.items() if value is not None}
     if "test_cases" in fields:
         return fields["test_cases"]
     inputs = fields.get("inputs", fields.get("input"))
     outputs = fields.get("outputs", fields.get("output"))
+    # With fn_name, the list `input` has the arguments of one call.
     is_one_call = "inputs" not in fields and "fn_name" in fields
-    if type(inputs) is type(outputs) is list and not is_one_call:
-        return [fields | {"input": i, "output": o} for i, o in zip(inputs, outputs, strict=True)]
-    return [fields]
+    if is_one_call or not isinstance(inputs, list) or not isinstance(outputs, list):
+        return [fields]
+    tests = []
+    for test_input, output in zip(inputs, outputs, strict=True):
+        tests.append(fields | {"input": test_input, "output": output})
+    return tests
 
 
 def _read_case(test: Mapping) -> dict:
-    """A test by input and output: of a program, or of a function, which the test or its metadata
-    names.
-    """
+    """Return a test by input and output: of a program, or of a function if one is named."""
     arguments = test["input"]
     result = test["output"]
     name = test.get("fn_name")
@@ -225,17 +246,18 @@ def _read_case(test: Mapping) -> dict:
     if kind in ("stdin", "stdin_stdout"):
         return {"input": _text(arguments), "output": _text(result)}
 
-    right = [result]
+    right_results = [result]
     if isinstance(arguments, str):  # LiveCodeBench has a line of JSON for each argument
         arguments = [json.loads(line) for line in arguments.split("\n") if line.strip()]
-        right = [json.loads(result)]
-    elif isinstance(result, list) and len(result) == 1:  # APPS wraps results in a list
-        right += result
+        right_results = [json.loads(result)]
+    elif isinstance(result, list) and len(result) == 1:
+        # APPS wraps results in a list, others do not: both readings are right.
+        right_results += result
     if not name or not isinstance(arguments, list):
         raise ValueError(
             f"a test of type {kind} needs the name of a function (fn_name) and a list of arguments"
         )
-    return {"function": name, "input": json.dumps(arguments), "output": json.dumps(right)}
+    return {"function": name, "input": json.dumps(arguments), "output": json.dumps(right_results)}
 
 
 def _text(value: object) -> str:
@@ -246,10 +268,13 @@ def _text(value: object) -> str:
 
 
 def _statement(code: str, entry_point: str | None) -> str:
-    """``code``, with the call that HumanEval leaves to its reader."""
+    """Return ``code``, with the call of ``check`` that HumanEval leaves to its reader.
+
+    ValueError for a statement that cannot fail, which every completion would pass.
+    """
     executed = []
     for statement in ast.parse(code).body:
-        # A function or class has a name. Its body runs only if something calls it.
+        # Only functions and classes have a name. Their bodies run if something calls them.
         name = getattr(statement, "name", None)
         if name is None:
             executed += ast.walk(statement)
@@ -263,6 +288,7 @@ def _statement(code: str, entry_point: str | None) -> str:
 def _can_fail(node: ast.AST) -> bool:
     match node:
         case ast.Assert():
+            # `assert (f(2), 4)` is a tuple, which is always true.
             return not isinstance(node.test, ast.Constant | ast.Tuple)
         case ast.Raise() | ast.Expr(value=ast.Call() | ast.Await()):
             return True

@@ -1,6 +1,6 @@
-"""Find reward functions by the names that configurations use, and tell what a function takes.
+"""Load reward functions by their names in configurations, and read which arguments they take.
 
-A name is built-in, ``package.module:function`` or ``path/to/file.py:function``.
+A name is that of a built-in reward, ``package.module:function`` or ``path/to/file.py:function``.
 """
 
 import importlib
@@ -32,23 +32,23 @@ BUILTIN = dict.fromkeys(
     "grpo.rewards.builtin",
 )
 BUILTIN["python_tests"] = "grpo.rewards.code"
-"""Name -> the module that defines a function of that name. It is imported when the reward is
-loaded."""
+"""Name of a built-in reward -> the module that defines a function of that name. The module is
+imported when the reward is loaded."""
 
 ENVIRONMENT_PREFIX = "environment:"
-"""Begins the name of the reward that an environment gives itself; then comes the name of its class.
+"""Prefix of the name of the reward that an environment gives itself. The name of its class follows.
 """
 OBJECT_PREFIX = "python:"
-"""Begins the name of a reward that a program passed to ``grpo.train`` as an object, which other
+"""Prefix of the name of a reward that a program passed to ``grpo.train`` as an object, which other
 processes cannot import."""
 FILE_MODULE_PREFIX = "grpo_reward_file_"
-"""Begins the name in ``sys.modules`` of a file named by ``path/to/file.py:function``."""
-SOURCE = "__grpo_source__"
+"""Prefix of the name in ``sys.modules`` of a file named by ``path/to/file.py:function``."""
+SOURCE_ATTRIBUTE = "__grpo_source__"
 """Global of such a module: the bytes of its file when it was imported."""
 
-ENVIRONMENTS = "environments"
-"""The argument that makes a reward run where the environments live."""
-ONLY_IF_NAMED = (ENVIRONMENTS, "trainer_state", "log_metric", "log_extra")
+ENVIRONMENTS_ARGUMENT = "environments"
+"""The argument that makes a reward run in the processes of the environments."""
+NOT_IN_KWARGS = (ENVIRONMENTS_ARGUMENT, "trainer_state", "log_metric", "log_extra")
 """Arguments that a reward gets only if it has a parameter of that name: rewards expect columns in
 ``**kwargs``."""
 TRAINER_ARGUMENTS = (
@@ -56,52 +56,59 @@ TRAINER_ARGUMENTS = (
     "completions",
     "completion_ids",
     "environment_rewards",
-    *ONLY_IF_NAMED,
+    *NOT_IN_KWARGS,
 )
-"""The arguments that the trainer passes to a reward besides the columns. A column of such a name is
-not passed."""
+"""Arguments that the trainer passes to a reward besides the columns. A column of such a name is not
+passed."""
 
 
-def load_reward(spec: str) -> Callable[..., Any]:
-    """Load ``fn(prompts, completions, **columns) -> list[float | None]``.
+def load_reward(spec: str) -> Callable:
+    """Load a reward: ``fn(prompts, completions, **columns) -> list[float | None]``.
 
     Raises:
         ValueError: in one line, if the function does not exist or its file cannot be imported.
     """
     if spec in BUILTIN:
         return getattr(importlib.import_module(BUILTIN[spec]), spec)
-    location, _, name = spec.rpartition(":")
     if spec.startswith(ENVIRONMENT_PREFIX):
         from grpo.rewards.builtin import environment
 
         return environment
-    # A class would be called with the prompts, and what it returns is no list of scores.
     function = load_object(spec, "reward", ", ".join(BUILTIN))
+    # A class is callable too, but a call with prompts makes an instance and no list of scores.
     if not callable(function) or inspect.isclass(function):
-        missing = f"{location} has no function {name!r}"
-        raise ValueError(f"reward {spec!r}: {missing}; of a class, name an instance")
+        location, _, name = spec.rpartition(":")
+        raise ValueError(
+            f"reward {spec!r}: {location} has no function {name!r}; of a class, name an instance"
+        )
     return function
 
 
 def load_object(spec: str, kind: str, builtin: str) -> Any:
-    """The object named ``package.module:name`` or ``path/to/file.py:name``; None if its module has
-    no such name.
+    """Load the object named ``package.module:name`` or ``path/to/file.py:name``.
+
+    Returns None if the module has no such name.
 
     Args:
-        kind: what it is, for messages.
-        builtin: the built-in names, for messages.
+        kind: a noun for messages, such as "reward" or "tool".
+        builtin: the built-in names of this kind, for messages.
 
     Raises:
-        ValueError: in one line, if its module cannot be imported.
+        ValueError: in one line, if the module cannot be imported.
     """
     location, _, name = spec.rpartition(":")
     if spec.startswith(OBJECT_PREFIX):
-        remedy = "name one of a file, or pass it again"
-        raise ValueError(f"{kind} {spec!r} was an object passed to grpo.train(): {remedy}")
+        # The configuration of an earlier run names the object, but cannot hold it.
+        raise ValueError(
+            f"{kind} {spec!r} was an object passed to grpo.train(): "
+            "name one of a file, or pass it again"
+        )
     if not location:
-        known = f"built in are {builtin}; " if builtin else ""
-        own = 'your own is "package.module:name" or "path/to/file.py:name"'
-        raise ValueError(f"unknown {kind} {spec!r}: {known}{own}")
+        builtin_names = f"built in are {builtin}; " if builtin else ""
+        raise ValueError(
+            f"unknown {kind} {spec!r}: {builtin_names}"
+            'your own is "package.module:name" or "path/to/file.py:name"'
+        )
     path = _real_path(location)
     try:
         module = _import(location, path)
@@ -111,10 +118,12 @@ def load_object(spec: str, kind: str, builtin: str) -> Any:
 
 
 def raised(error: BaseException, path: str) -> str:
-    """An error, and the line of the user's file that it came from, if any: `` (line 3) raised
-    KeyError: 'a'``.
+    """Describe an error, with its line in the user's file if it came from there.
+
+    For example `` (line 3) raised KeyError: 'a'``.
     """
     place = ""
+    # The last frame in the file wins: it is the line that called a library, or that raised.
     for frame in traceback.extract_tb(error.__traceback__):
         if frame.filename == path:
             place = f" (line {frame.lineno})"
@@ -124,28 +133,30 @@ def raised(error: BaseException, path: str) -> str:
 def _import(location: str, path: str) -> ModuleType:
     """Import a module by its name, or by its path if that ends in ``.py``."""
     is_file = location.endswith(".py")
-    # A reward file can import modules of its own folder, as a script can. torchrun puts the
-    # script's folder on the path, not the working folder.
+    # A reward file can import modules of its own folder, as a script can. A module can lie in the
+    # working folder, which torchrun does not put on the path: it puts the script's folder there.
     folder = os.path.dirname(path) if is_file else os.getcwd()
     if folder not in sys.path:
+        # Last, so that no file of the user replaces a module of a library.
         sys.path.append(folder)
     if not is_file:
         return importlib.import_module(location)
 
     with open(path, "rb") as file:
         source = file.read()
-    # Two functions of one file share its globals. In a notebook the file may have changed.
+    # Imported once, so that two functions of one file share its globals; but again if the file has
+    # changed, as in a notebook.
     name = FILE_MODULE_PREFIX + path.encode().hex()
-    known = sys.modules.get(name)
-    if getattr(known, SOURCE, None) == source:
-        return known
+    module = sys.modules.get(name)
+    if getattr(module, SOURCE_ATTRIBUTE, None) == source:
+        return module
     module = ModuleType(name)
     module.__file__ = path
     # Before the module runs: pickle and dataclasses look a module up by name.
     sys.modules[name] = module
     exec(compile(source, path, "exec"), module.__dict__)
-    # A module that raised has no source, so that the next import runs its file again.
-    setattr(module, SOURCE, source)
+    # Set last: a module that raised has no source, so that the next import runs its file again.
+    setattr(module, SOURCE_ATTRIBUTE, source)
     return module
 
 
@@ -154,9 +165,9 @@ def _real_path(path: str) -> str:
 
 
 def unique_names(specs: Collection[str]) -> list[str]:
-    """The names of rewards in metrics: ``fn`` of ``path/to/file.py:fn``.
+    """Return the names of rewards in metrics, such as ``fn`` of ``path/to/file.py:fn``.
 
-    The second of the same name gets ``_2``, and so on.
+    The second reward of the same name gets ``_2``, and so on.
     """
     names = []
     for spec in specs:
@@ -171,13 +182,15 @@ def unique_names(specs: Collection[str]) -> list[str]:
 
 
 class FunctionInfo:
-    """Facts about a reward function, also for the trainer, which does not import the function.
+    """Facts about a reward function, read from its signature.
+
+    The worker sends them to the trainer, which does not import the function.
 
     Args:
-        args: those of the configuration.
+        args: the ``args`` of the function in the configuration.
     """
 
-    def __init__(self, function: Callable[..., Any], args: Mapping[str, Any]):
+    def __init__(self, function: Callable, args: Mapping[str, Any]):
         module = getattr(function, "__module__", None)
         self.is_builtin = str(module).startswith("grpo.rewards.")
         # An object with an async ``__call__`` is async too.
@@ -186,63 +199,71 @@ class FunctionInfo:
         """True if the function asks, by ``fn.row_by_row = True``, to be called with one row at a
         time."""
         self.total_seconds = 0
-        """The time limit per row that a built-in reward keeps by itself; 0 if it has none."""
-        self.takes_any = False
-        """True if it takes ``**kwargs``."""
-        self.named = []
-        """The arguments that it names."""
+        """Time limit per row that a built-in reward keeps by itself. Default: 0, no limit."""
+        self.has_kwargs = False
+        """True if the function takes ``**kwargs``."""
+        self.parameter_names = []
+        """Names of its other parameters."""
         self.configurable = []
-        """The arguments among these that the trainer does not pass. In a built-in reward they are
-        settings, which only ``args`` fills. In any other function columns fill them too."""
+        """The parameters that the trainer does not pass. In a built-in reward they are settings,
+        which only ``args`` fills. In any other function columns fill them too."""
         self.needed_columns = set()
-        """The columns that it cannot run without."""
+        """Columns without which it cannot run."""
         for name, parameter in inspect.signature(function).parameters.items():
             if parameter.kind is parameter.VAR_KEYWORD:
-                self.takes_any = True
+                self.has_kwargs = True
             elif parameter.kind is not parameter.VAR_POSITIONAL:
-                self.named.append(name)
+                self.parameter_names.append(name)
                 if name not in TRAINER_ARGUMENTS:
                     self._add_configurable(name, args.get(name, parameter.default))
 
     def _add_configurable(self, name: str, value: Any) -> None:
         self.configurable.append(name)
         if not self.is_builtin:
+            # Neither a default nor args fill it, so a column must.
             if value is inspect.Parameter.empty:
                 self.needed_columns.add(name)
         elif name.endswith("column"):
+            # The setting of a built-in that names the column to read.
             self.needed_columns.add(str(value))
         elif name == "total_seconds":
             self.total_seconds = value
 
-    def passed(self, available: Mapping[str, Any], args: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments of a call: all of ``args``, which the configuration gives, and those
-        of ``available`` (columns, and what the trainer gives) that the function takes besides.
+    def call_arguments(self, inputs: Mapping[str, Any], args: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments of a call: all ``args``, and the inputs that the function takes.
+
+        Args:
+            inputs: columns, and the arguments of the trainer.
+            args: see :class:`FunctionInfo`.
         """
-        passed = dict(args)
-        for name, value in available.items():
-            is_taken = name in self.named or (self.takes_any and name not in ONLY_IF_NAMED)
+        arguments = dict(args)
+        for name, value in inputs.items():
+            in_kwargs = self.has_kwargs and name not in NOT_IN_KWARGS
+            is_taken = name in self.parameter_names or in_kwargs
+            # Otherwise a column of the dataset named `value` would change the score.
             is_setting = name in args or (self.is_builtin and name in self.configurable)
             if is_taken and not is_setting:
-                passed[name] = value
-        return passed
+                arguments[name] = value
+        return arguments
 
 
-def check_arguments(spec: str, function: Callable[..., Any], args: Mapping[str, Any]) -> None:
+def check_arguments(spec: str, function: Callable, args: Mapping[str, Any]) -> None:
     """Raise ``ValueError`` unless the ``args`` of a configuration suit the function.
 
-    A built-in accepts its settings alone, although it takes ``**columns``, and each with a value of
-    its type: that of the default, or the annotated one.
+    A built-in reward accepts only its settings, although it takes ``**columns``. The value of each
+    must have the type of the setting's default, or the annotated one.
     """
     info = FunctionInfo(function, args)
-    takes_any = info.takes_any and not info.is_builtin
+    takes_other_names = info.has_kwargs and not info.is_builtin
     for name, value in args.items():
         what = f"reward {spec!r}: {name}"
-        if name not in info.configurable and (not takes_any or name in TRAINER_ARGUMENTS):
-            known = ", ".join(info.configurable)
+        is_other_name = takes_other_names and name not in TRAINER_ARGUMENTS
+        if name not in info.configurable and not is_other_name:
+            names = ", ".join(info.configurable)
             raise ValueError(
-                f"reward {spec!r} has no argument {name!r} for its args; it has {known}"
+                f"reward {spec!r} has no argument {name!r} for its args; it has {names}"
             )
-        # What another function does with its arguments is not known here.
+        # Only the user knows which values a function of the user takes.
         if not info.is_builtin:
             continue
 
@@ -250,31 +271,35 @@ def check_arguments(spec: str, function: Callable[..., Any], args: Mapping[str, 
         kind = type(parameter.default)
         if parameter.default in (None, parameter.empty):
             kind = parameter.annotation
-        # bool is a subclass of int, and True is no number here.
-        is_right = type(value) is kind
+        # isinstance() would take True for a number, since bool is a subclass of int.
+        has_right_type = type(value) is kind
         if kind is float:
-            is_right = type(value) in (int, float) and math.isfinite(value)
-        if kind in (float, int, bool, str) and not is_right:
+            has_right_type = type(value) in (int, float) and math.isfinite(value)
+        if kind in (float, int, bool, str) and not has_right_type:
             raise ValueError(f"{what} must be of type {kind.__name__}, got {value!r}")
+        # The reward adds the <> itself, and would find no answer in '<<answer>>'.
         is_bare = value is None or re.fullmatch(r"[^][<>/ ]+", str(value))
         if name == "tag" and not is_bare:
             raise ValueError(f"{what} must be a bare name such as 'answer' (no <>), got {value!r}")
 
 
-def source_files(spec: str, function: Callable[..., Any]) -> dict[str, str]:
-    """Return paths by their names in messages: of the file that ``spec`` names and, if another one
-    defines the function, of that.
+def source_files(spec: str, function: Callable) -> dict[str, str]:
+    """Return the paths of a function's files, by their names in messages.
+
+    These are the file that ``spec`` names, and the file that defines the function if it is another.
     """
     location = spec.rpartition(":")[0]
-    named = _real_path(location)
-    if not os.path.isfile(named):
-        named = getattr(sys.modules.get(location), "__file__", None)
-        if named is None:
+    named_file = _real_path(location)
+    if not os.path.isfile(named_file):
+        named_file = getattr(sys.modules.get(location), "__file__", None)
+        # The name of a built-in reward, or of an object passed to grpo.train, names no file.
+        if named_file is None:
             return {}
-    files = {location: named}
+    files = {location: named_file}
     # The module of an instance is that of its class, which may be a library's.
     if inspect.isfunction(function) or inspect.isclass(function):
-        defining = getattr(sys.modules.get(function.__module__), "__file__", None) or named
-        if os.path.realpath(defining) != os.path.realpath(named):
-            files[f"{location}: {os.path.basename(defining)}"] = defining
+        module = sys.modules.get(function.__module__)
+        defining_file = getattr(module, "__file__", None) or named_file
+        if os.path.realpath(defining_file) != os.path.realpath(named_file):
+            files[f"{location}: {os.path.basename(defining_file)}"] = defining_file
     return files

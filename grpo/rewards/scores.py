@@ -1,5 +1,6 @@
-"""Score sampled groups. This module imports torch, which reward workers do not need: they do not
-import it.
+"""Score the sampled groups of the trainer with its rewards.
+
+This module imports torch, so no module that a worker process needs may import it.
 """
 
 from collections.abc import Sequence
@@ -15,34 +16,37 @@ def score_groups(
     groups: Sequence[Group],
     trainer_state: TrainerState = OUTSIDE_TRAINING,
 ) -> RewardResult:
-    """Score every completion of some groups, but for those whose environment has failed."""
+    """Score every completion of some groups, except those whose environment has failed."""
     prompts = []
     completions = []
     completion_ids = []
     is_scored = []
     environment_failures = []
-    records = []
+    columns_of_rows = []
     for group in groups:
         problem = group.problem
         prompt = problem.prompt_for_rewards
         for completion in group.completions:
             prompts.append(prompt)
-            completions.append(_as_rewards_get_it(prompt, completion))
+            completions.append(_completion_for_rewards(prompt, completion))
             completion_ids.append(list(completion.sampled_ids))
             failure = None
-            record = dict(problem.columns)
+            row_columns = dict(problem.columns)
             if isinstance(completion, MultiTurnCompletion) and completion.environment is not None:
                 failure = completion.environment_failure
-                record["environments"] = completion.environment
-                record["environment_rewards"] = completion.environment_reward
+                row_columns["environments"] = completion.environment
+                row_columns["environment_rewards"] = completion.environment_reward
+            # Empty text is an environment that works; None has got no action, and counts nowhere.
             if failure is not None:
                 environment_failures.append(failure)
             is_scored.append(not failure)
-            records.append(record)
+            columns_of_rows.append(row_columns)
 
+    # Rewards get one list per column. A row may lack a column that another row has.
+    names = dict.fromkeys(name for row_columns in columns_of_rows for name in row_columns)
     columns = {}
-    for name in dict.fromkeys(name for record in records for name in record):
-        columns[name] = [record.get(name) for record in records]
+    for name in names:
+        columns[name] = [row_columns.get(name) for row_columns in columns_of_rows]
     result = rewards.score(
         prompts=prompts,
         completions=completions,
@@ -55,11 +59,11 @@ def score_groups(
     return result
 
 
-def _as_rewards_get_it(prompt: Any, completion: Completion) -> Any:
-    """As in TRL, completions of conversational prompts are lists of messages, others text."""
-    # The text of a conversation is that of its last turn.
+def _completion_for_rewards(prompt: Any, completion: Completion) -> Any:
+    """Return a completion in the form of its prompt, as TRL does: text, or a list of messages."""
+    # As text, a conversation is its last turn.
     if isinstance(prompt, str):
         return completion.text
     if isinstance(completion, MultiTurnCompletion) and completion.messages:
-        return [dict(message) for message in completion.messages]
+        return list(completion.messages)
     return [{"role": "assistant", "content": completion.text}]

@@ -45,7 +45,7 @@ class Worker:
         self._loaded_keys: set[Hashable] = set()
         """Keys of the objects that the process has loaded."""
 
-    def submit(self, job: Callable[..., Any], *arguments: Any) -> Future:
+    def submit(self, job: Callable, *arguments: Any) -> Future:
         """Run a job in the worker's thread, after those before it. Jobs may call :meth:`ask`."""
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "worker")
@@ -118,7 +118,7 @@ class InProcessWorker(Worker):
     No call can be killed here. Only awaitables are cancelled at their time limit.
     """
 
-    def submit(self, job: Callable[..., Any], *arguments: Any) -> Future:
+    def submit(self, job: Callable, *arguments: Any) -> Future:
         """Run a job at once."""
         done = Future()
         done.set_result(job(*arguments))
@@ -147,7 +147,7 @@ class Pool:
         self,
         what: str,
         key: Hashable,
-        make: Callable[..., Any],
+        make: Callable,
         *arguments: Any,
         user_object: Any = None,
         or_in_process: bool = False,

@@ -23,7 +23,7 @@ class Factory:
     ``objects``: all objects of that process by their keys, since a reward may need an environment.
     """
 
-    make: Callable[..., Any]
+    make: Callable
     arguments: tuple
     user_object: Any = None
     """A function or class of the user's program; pickled, if it is bytes. Default: none."""

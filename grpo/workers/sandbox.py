@@ -112,6 +112,11 @@ def run_python(
 
     # The driver may have been killed in the middle of a line, which then has no end.
     messages = [json.loads(line) for line in output.split(b"\n")[:-1]]
+    return _results(messages, len(tests), allow_unsandboxed)
+
+
+def _results(messages: list[dict], num_tests: int, allow_unsandboxed: bool) -> list[SandboxResult]:
+    """Return the result of each test from the driver's messages."""
     # The first message names the missing layers, the second is the result of the first test. An
     # error in a later one can be the code's doing, so it is no error of the sandbox.
     for message in messages[:2] or [{"error": "it ended before the first test"}]:
@@ -126,4 +131,4 @@ def run_python(
     results = [SandboxResult(**message) for message in messages[1:] if "error" not in message]
     # The code may have ended the driver, by using up the machine's memory for example: tests that
     # did not run failed.
-    return results + [SandboxResult("failed")] * (len(tests) - len(results))
+    return results + [SandboxResult("failed")] * (num_tests - len(results))

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from grpo.rewards import load_reward
-from grpo.rewards.calls import Logged, TrainerState, call_reward
+from grpo.rewards.calls import RewardLog, TrainerState, call_reward
 from grpo.rewards.functions import check_arguments
 
 
@@ -78,7 +78,7 @@ def test_columns_fill_no_setting_of_a_builtin():
     """A column named like an argument (``value``, ``mode``, ...) changes no score."""
     given = {"prompts": ["q"], "completions": ["<answer>4</answer>"], "answer": ["4"]}
     columns = {"mode": ["lenient"], "value": [3], "tag": ["b"], "column": ["mode"]}
-    assert call_reward(load_reward("accuracy"), {}, given | columns, Logged(1)) == [1.0]
+    assert call_reward(load_reward("accuracy"), {}, given | columns, RewardLog(1)) == [1.0]
 
 
 def test_args_of_a_configuration_win_over_columns():
@@ -97,4 +97,4 @@ def test_args_of_a_configuration_win_over_columns():
     )
     columns = {name: ["from the column"] for name in names}
     expected = (2.0, ["from the column"], 3, ["completion_ids", "more", "prompts"])
-    assert call_reward(mine, {"scale": 2.0}, columns, Logged(1), TrainerState(3)) == expected
+    assert call_reward(mine, {"scale": 2.0}, columns, RewardLog(1), TrainerState(3)) == expected
