@@ -10,8 +10,7 @@ from fractions import Fraction
 from numbers import Number
 
 LONGEST_NUMBER = 400
-"""Characters of the longest text that is read as a number: Python reads digits in quadratic time.
-"""
+"""Characters of the longest text read as a number: Python reads digits in quadratic time."""
 LONGEST_EXPRESSION = 1000
 """Characters of the longest answer that math-verify compares: longer ones take too long."""
 MODES = ("strict", "lenient", "boxed", "####")
@@ -38,13 +37,13 @@ _NUMBER_DECORATION = re.compile(
     """
 )
 
-# Possessive quantifiers (\s*+): the time of several \s* in a row grows with a power of the length
-# of a run of spaces.
+# Possessive quantifiers (\s*+) do not backtrack. With several \s* in a row, the time would grow
+# with a power of the length of a run of spaces.
 _NUMBER = re.compile(
     r"""(?x)
     (?:=\s*+)?                                         # "= 5"
-    (?P<sign>[+-]?) \s*+ \$? \s*+ (?P<inner>[+-]?)
-    (?=\.?[0-9]) (?P<whole>[0-9]{1,3}(?:,[0-9]{3})+ | [0-9]*)
+    (?P<sign>[+-]?) \s*+ \$? \s*+ (?P<inner_sign>[+-]?)
+    (?=\.?[0-9]) (?P<integer>[0-9]{1,3}(?:,[0-9]{3})+ | [0-9]*)
     (?P<decimals>\.[0-9]*)?
     (?:[eE](?P<exponent>[+-]?[0-9]{1,3}))?
     (?:\s*+/\s*+(?P<denominator>0*+[1-9][0-9]*))?
@@ -175,7 +174,7 @@ def boxed_content(text: str) -> str | None:
 def extract_answer(text: str, mode: str = "strict", tag: str = "answer") -> str | None:
     """Return the answer in a response, without surrounding white space.
 
-    ``None`` if there is no answer or it is empty. The modes read
+    ``None`` if there is no answer or it is empty. Each mode reads another place:
 
     - ``"strict"``: the text inside ``<tag>...</tag>``, if there is exactly one such tag, outside
       ``<think>...</think>``
@@ -227,17 +226,17 @@ def parse_number(text: str) -> Fraction | None:
     if len(text) > LONGEST_NUMBER:
         return None
     match = _NUMBER.fullmatch(plain_numbers(text).strip())
-    if match is None or (match["sign"] and match["inner"]):
+    if match is None or (match["sign"] and match["inner_sign"]):
         return None
 
     # A fraction is exact: 0.1 + 0.2 and 0.3 are equal, and 0.33 and 1/3 are not.
-    whole = match["whole"].replace(",", "")
+    integer = match["integer"].replace(",", "")
     decimals = (match["decimals"] or "").removeprefix(".")
     denominator = int(match["denominator"] or 1)
-    value = Fraction(int(whole + decimals), 10 ** len(decimals) * denominator)
+    value = Fraction(int(integer + decimals), 10 ** len(decimals) * denominator)
     if match["exponent"]:
         value *= Fraction(10) ** int(match["exponent"])
-    is_negative = "-" in (match["sign"], match["inner"])
+    is_negative = "-" in (match["sign"], match["inner_sign"])
     return -value if is_negative else value
 
 

@@ -26,8 +26,10 @@ _LIST_AS_TEXT = r"""(?s)\s*+\[(?:[\s,]*+(?:"(?:\\.|[^"\\])*+"|'(?:\\.|[^'\\])*+'
 """Matches ``['70', '71']`` and ``["70"]``, but no interval: the items are texts in quotes."""
 _CALL_PROGRAM = """
 import io, json, sys, types
-arguments, output = json.load(sys.stdin), sys.stdout
-sys.stdin, sys.stdout = io.StringIO(), io.StringIO()
+arguments = json.load(sys.stdin)
+output = sys.stdout
+sys.stdin = io.StringIO()
+sys.stdout = io.StringIO()
 solution = sys.modules["solution"] = types.ModuleType("solution")
 exec("from typing import *", solution.__dict__)
 try:
@@ -99,14 +101,14 @@ def _has_passed(test: dict, expected: str | None, result: SandboxResult) -> bool
     if expected is None:
         return True
     if "function" not in test:
-        return _lines(result.output) == _lines(expected)
+        return _comparable_lines(result.output) == _comparable_lines(expected)
     try:
         return json.loads(result.output) in json.loads(expected)
     except (ValueError, RecursionError):  # the code wrote something else
         return False
 
 
-def _lines(text: str) -> list[str]:
+def _comparable_lines(text: str) -> list[str]:
     # Judges count only newlines as ends of lines. For splitlines() and rstrip(), a form feed and
     # U+2028 are ends of lines and white space, too.
     return [line.rstrip(" \t\r") for line in text.rstrip(" \t\r\n").split("\n")]
@@ -202,7 +204,7 @@ def read_tests(raw: object, entry_point: str | None = None) -> list[dict]:
         if not isinstance(test, str):
             tests.append(_read_case(test))
         elif test.strip():
-            tests.append({"code": _statement(test, entry_point)})
+            tests.append({"code": _statement_test(test, entry_point)})
     # One program runs all tests of a completion.
     if len({test.get("function") for test in tests}) > 1:
         raise ValueError("all tests of a row must call the same function, or none a function")
@@ -244,7 +246,7 @@ def _read_case(test: Mapping) -> dict:
         name = metadata.get("func_name")
     kind = test.get("type") or test.get("testtype") or ("functional" if name else "stdin")
     if kind in ("stdin", "stdin_stdout"):
-        return {"input": _text(arguments), "output": _text(result)}
+        return {"input": _as_text(arguments), "output": _as_text(result)}
 
     right_results = [result]
     if isinstance(arguments, str):  # LiveCodeBench has a line of JSON for each argument
@@ -260,14 +262,14 @@ def _read_case(test: Mapping) -> dict:
     return {"function": name, "input": json.dumps(arguments), "output": json.dumps(right_results)}
 
 
-def _text(value: object) -> str:
+def _as_text(value: object) -> str:
     lines = value if isinstance(value, list) else [value]
     if not all(isinstance(line, str | int | float) for line in lines):
         raise ValueError("it has an input or output that is not text")
     return "\n".join(map(str, lines))
 
 
-def _statement(code: str, entry_point: str | None) -> str:
+def _statement_test(code: str, entry_point: str | None) -> str:
     """Return ``code``, with the call of ``check`` that HumanEval leaves to its reader.
 
     ValueError for a statement that cannot fail, which every completion would pass.

@@ -209,6 +209,8 @@ class FunctionInfo:
         which only ``args`` fills. In any other function columns fill them too."""
         self.needed_columns = set()
         """Columns without which it cannot run."""
+        self.source_files = {}
+        """See :func:`source_files`. Filled by :class:`grpo.rewards.calls.LoadedReward`."""
         for name, parameter in inspect.signature(function).parameters.items():
             if parameter.kind is parameter.VAR_KEYWORD:
                 self.has_kwargs = True

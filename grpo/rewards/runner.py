@@ -57,7 +57,7 @@ so many groups the others are called row by row; after so many rows the others a
 BATCH, GROUP, ROW = range(3)
 """Levels of a call: with rows of several groups, with several rows of one group, with one row."""
 RETRY_TEXTS = ("group by group", "row by row")
-"""For messages: the calls that follow a failed one, by its level."""
+"""For messages: how the rows of a failed call are called again, by its level."""
 SKIPPED_ANSWER = Answer(
     "skipped",
     message=f"not called, as {MAX_LOST_WORKERS} calls before it hung or killed their worker",
@@ -145,8 +145,8 @@ class Scoring:
         return [replace(call, rows=rows, level=self._level_of(rows)) for rows in parts]
 
     def _level_of(self, rows: Sequence[int]) -> int:
-        # By the rows, since a batch may have one group, and a group one row. Its retry would be the
-        # same call again.
+        # A batch may consist of one group, and a group of one row. The level is then the smaller
+        # one, since a retry group by group, or row by row, would be the same call again.
         if len(rows) == 1:
             return ROW
         is_one_group = self.group_of_row[rows[0]] == self.group_of_row[rows[-1]]
