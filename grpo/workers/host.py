@@ -78,7 +78,8 @@ def error_answer(error: BaseException, target: Any = None) -> Answer:
     while trace is not None and trace.tb_frame.f_code.co_filename in hidden_files:
         trace = trace.tb_next
     shown_error = error.with_traceback(trace)
-    text = "".join(traceback.format_exception(shown_error))
+    lines = traceback.format_exception(shown_error)
+    text = "".join(lines)
     user_error = error if isinstance(error, UserError) else None
     return Answer(
         "error",

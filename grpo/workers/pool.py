@@ -1,8 +1,8 @@
 """The trainer's view of workers: a :class:`Worker` outlives each of its processes.
 
-A worker starts a process for its first request, and another one after that has ended. It loads only
-the objects that it is asked about. An object that only the trainer's process can have is asked
-through an :class:`InProcessWorker`, in the same words.
+A worker starts a process for its first request, and a new one when it is asked again after that
+process has ended. It loads an object when it is first asked about it. Some objects of the user
+cannot be sent to another process: an :class:`InProcessWorker` takes the same requests for them.
 """
 
 import functools
@@ -18,7 +18,7 @@ from grpo.workers.protocol import HOST_KEY, Answer, Factory, Request
 LOAD_SECONDS = 120.0
 """Time limit for starting a process and loading an object, which may import a large library."""
 CLOSE_SECONDS = 5.0
-"""Time limit of the last requests to all workers of a pool."""
+"""Time limit of the last requests, before a pool kills its workers."""
 
 
 class Worker:
@@ -28,8 +28,8 @@ class Worker:
     started it ends (:func:`grpo.system.end_with_parent`).
 
     Args:
-        factories: those of the pool, by the keys of the objects.
-        start: starts a process. For objects of this process it makes a :class:`Host`.
+        factories: key of an object -> its factory. The pool adds to it.
+        start: returns a new process; for an :class:`InProcessWorker`, a :class:`Host`.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Worker:
         """Keys of the objects that the process has loaded."""
 
     def submit(self, job: Callable, *arguments: Any) -> Future:
-        """Run a job in the worker's thread, after those before it. Jobs may call :meth:`ask`."""
+        """Run a job in the worker's thread, after all earlier ones. A job may call :meth:`ask`."""
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "worker")
         return self._thread.submit(job, *arguments)
@@ -61,8 +61,10 @@ class Worker:
             answer = Answer("died", message="its worker is closing", is_worker_lost=True)
             return [answer] * len(requests)
 
+        # A local name, since another thread may close the worker and so reset self._process.
         process = self._process
         if process is None or process.has_ended:
+            # An ended process still keeps its id and its socket.
             self.kill()
             process = self._process = self._start()
             self._loaded_keys.clear()
@@ -95,12 +97,12 @@ class Worker:
             process.kill()
 
     def begin_closing(self) -> None:
-        """Kill the process. Jobs that run or wait get no other one."""
+        """Kill the process, and start no other one for the jobs that run or wait."""
         self._is_closing = True
         self.kill()
 
     def close(self) -> None:
-        """Kill the process and end the thread, without the jobs that wait.
+        """Kill the process, drop the jobs that wait, and end the thread.
 
         The worker can be used again afterwards.
         """
@@ -113,7 +115,7 @@ class Worker:
 
 
 class InProcessWorker(Worker):
-    """Answers in this process and in the calling thread.
+    """A worker without a process or a thread: it answers in this process, in the calling thread.
 
     No call can be killed here. Only awaitables are cancelled at their time limit.
     """
@@ -134,7 +136,8 @@ class Pool:
 
     def __init__(self, num_workers: int):
         self._factories: dict[Hashable, Factory] = {}
-        # New processes start in the folder of now, so that relative paths stay valid.
+        # All processes start in the working folder of now, so that relative paths stay valid when
+        # the program changes its folder.
         start = functools.partial(WorkerProcess, os.getcwd())
         self.workers = tuple(Worker(self._factories, start) for _ in range(num_workers))
         self.in_process_worker = InProcessWorker(self._factories, Host)
@@ -159,7 +162,7 @@ class Pool:
         Args:
             what: names the object in messages.
             make, arguments, user_object: see :class:`grpo.workers.protocol.Factory`.
-            or_in_process: True: an object that a worker process cannot load is loaded here.
+            or_in_process: load the object in this process if a worker process cannot.
 
         Raises:
             ValueError: in one line, if it cannot be loaded at all.
@@ -171,7 +174,7 @@ class Pool:
 
         # Not after a timeout or a death: the object would do the same to this process.
         if answer.kind == "error" and or_in_process:
-            # It holds a connection, for example, or its class is not importable there.
+            # The object holds a connection, for example, so that it cannot be pickled.
             self.in_process_keys.add(key)
             self.notes.append(
                 f"note: {what} runs in this process, where a hang cannot end: "
@@ -191,12 +194,12 @@ class Pool:
     def close(self, last_request: Request | None = None) -> None:
         """Kill all workers. The pool can be used again afterwards.
 
-        ``last_request``: sent before that to each worker that has loaded its object. Default: none.
+        ``last_request``: sent first, to each worker that has loaded its object. Default: none.
         """
         if last_request is not None:
-            last = [worker.submit(worker.ask_if_loaded, last_request) for worker in self.workers]
+            futures = [worker.submit(worker.ask_if_loaded, last_request) for worker in self.workers]
             # A worker that is busy, or whose object does not answer, is not waited for any longer.
-            wait(last, CLOSE_SECONDS)
+            wait(futures, CLOSE_SECONDS)
         # All are killed before one is waited for: close() waits for the job that runs, which ends
         # only when its process has been killed.
         for worker in self.workers:

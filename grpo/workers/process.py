@@ -25,7 +25,7 @@ from grpo.workers.protocol import Answer, Request
 MAX_ANSWER_BYTES = 256 * 1024**2
 """Largest pickled list of answers. One that is larger counts as the death of the worker."""
 STDERR = 2
-"""File descriptor of our stderr, to which workers print."""
+"""File descriptor of the trainer's stderr, to which workers print everything."""
 GRACE_SECONDS = 1.0
 """Time between the limit, at which the worker cancels awaitables, and the kill of its process."""
 
@@ -104,7 +104,8 @@ class WorkerProcess:
             # The process has ended, or an object has written something else to the connection.
             return [self._kill_and_explain(limit_s, error)] * len(requests)
         except BaseException:
-            # After a Ctrl-C in this thread, the answer would be taken for that of the next request.
+            # After a Ctrl-C in this thread, the answer still comes. It would be taken for that of
+            # the next request.
             self.kill()
             raise
         finally:

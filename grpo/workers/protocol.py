@@ -11,22 +11,22 @@ from typing import Any
 import cloudpickle
 
 HOST_KEY = "host"
-"""Key of the :class:`grpo.workers.host.Host`, which is an object too: it answers the request to
-load another one."""
+"""Key of the :class:`grpo.workers.host.Host`, which is an object itself: its method ``load`` loads
+another one."""
 
 
 @dataclass(frozen=True)
 class Factory:
-    """A recipe for an object: the process that loads it calls
-    ``make(objects, *arguments, user_object)``.
+    """A recipe for an object. A process loads it by ``make(objects, *arguments, user_object)``.
 
-    ``objects``: all objects of that process by their keys, since a reward may need an environment.
+    ``objects`` holds all objects of that process by their keys, so that a reward can use an
+    environment.
     """
 
     make: Callable
     arguments: tuple
     user_object: Any = None
-    """A function or class of the user's program; pickled, if it is bytes. Default: none."""
+    """A function or class of the user's program; bytes, once it is pickled. Default: none."""
 
     def __reduce__(self) -> tuple:
         # Pickled within the pickled message: if the worker cannot unpickle it, this request fails,
@@ -50,8 +50,8 @@ class Answer:
     """The result of one request, or the reason why it has none."""
 
     kind: str = "ok"
-    """``"ok"``; ``"error"``: the method raised; ``"timeout"``; ``"died"``: the worker process
-    ended, or ``"skipped"``: the request was not sent."""
+    """``"ok"``, ``"error"`` (the method raised), ``"timeout"``, ``"died"`` (the worker process
+    ended) or ``"skipped"`` (the request was not sent)."""
     value: Any = None
     """Result of the method. For an error: the exception, if it is a
     :class:`grpo.system.UserError`."""
