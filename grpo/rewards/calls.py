@@ -179,6 +179,7 @@ class LoadedReward:
             call_reward(function, args, no_rows, RewardLog(0))
 
     def describe(self) -> FunctionInfo:
+        """Return the facts that the trainer needs (:meth:`grpo.workers.Pool.load`)."""
         return self._info
 
     def score(self, pickled: bytes) -> Any:
