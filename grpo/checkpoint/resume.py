@@ -12,7 +12,7 @@ from typing import IO, Any
 import yaml
 
 from grpo.checkpoint import format as checkpoint
-from grpo.config import Config, ConfigError, flat, settings_but
+from grpo.config import Config, ConfigError, flat, settings_except
 from grpo.model import digest, is_adapter, model_digests
 from grpo.rewards import RewardRunner
 from grpo.system import write_atomically
@@ -194,7 +194,7 @@ def _differences(
     """``(key, old, new)`` for each setting, and each content of rows or a file, that must not
     change and does."""
     before = flat(state["config"])
-    now = settings_but("may change when a run continues", config)
+    now = settings_except("may change when a run continues", config)
     for name in sorted(state["content"].keys() | content.keys()):
         key = f"content of {name}"
         before[key] = state["content"].get(name, "missing")[:12]

@@ -10,10 +10,10 @@ from grpo.config.arguments import (
     mask_command_line,
     masked_argument,
 )  # fmt: skip
-from grpo.config.compared import flat, settings_but, settings_of_all_ranks
+from grpo.config.compared import flat, settings_except, settings_of_all_ranks
 from grpo.config.config import Config, check_world_size
 from grpo.config.effects import keys_without_effect
-from grpo.config.help import KEYS_EPILOG, help_text, keys_of, unknown_key
+from grpo.config.help import KEYS_EPILOG, keys_of, unknown_key
 from grpo.config.schema import (
     DataConfig,
     EvalConfig,

@@ -1,14 +1,16 @@
-"""Names from elsewhere for keys of the configuration: short ones, and TRL's (docs/from_trl.md has
-all).
+"""Names for keys of the configuration in TRL and other trainers. docs/from_trl.md has all of
+TRL's."""
 
-Some are sections, to which a user may give one value: ``model="Qwen/Qwen2.5-0.5B"``.
-"""
-
+# Names that resemble their key are not listed: for any other name, unknown_key() suggests the key
+# with the most similar name.
 OTHER_NAMES = {
+    # Sections, to which a user may give one value: train(model="Qwen/Qwen2.5-0.5B").
     "model": "model.name_or_path names the model",
     "lora": "lora.rank above 0 trains LoRA adapters",
-    "args": "the settings of GRPOConfig are keys of the configuration: docs/from_trl.md names the key of each",
+    "args": "the settings of GRPOConfig are keys of the configuration: "
+    "docs/from_trl.md names the key of each",
     "processing_class": "the tokenizer is that of model.name_or_path",
+    # Many have one key for two or three settings of TRL: none of them is lost without a word.
     "lr": "optim.learning_rate",
     "warmup_ratio": "optim.warmup_steps",
     "lr_scheduler_kwargs": "optim.min_lr",
@@ -31,7 +33,8 @@ OTHER_NAMES = {
     "vllm_importance_sampling_mode": "algorithm.sampler_correction",
     "ref_model_mixup_alpha": "algorithm.ref_sync_alpha",
     "sync_ref_model": "algorithm.ref_sync_steps, a number of steps, and algorithm.ref_sync_alpha",
-    "steps_per_generation": "algorithm.num_minibatches counts updates: divide by gradient_accumulation_steps",
+    "steps_per_generation": "algorithm.num_minibatches counts updates: "
+    "divide by gradient_accumulation_steps",
     "model_init_kwargs": "model.attn_implementation",
     "lora_r": "lora.rank",
     "r": "lora.rank",
@@ -64,27 +67,41 @@ OTHER_NAMES = {
     "full_determinism": "runtime.deterministic",
     "ddp_timeout": "runtime.timeout_s",
     "data_seed": "seed",
-    "generation_batch_size": "rollout.prompts_per_step counts problems: generation_batch_size / num_generations",
-    "per_device_train_batch_size": "rollout.prompts_per_step problems in all; optim.tokens_per_microbatch in one pass",
-    "gradient_accumulation_steps": "it follows from optim.tokens_per_microbatch, a limit on the tokens of one pass",
-    "per_device_eval_batch_size": "rollout.tokens_in_flight limits the tokens that are sampled at once",
+    # TRL counts the completions of one device in one accumulation step. Here problems are counted
+    # over all ranks, and a micro-batch is bounded by its tokens.
+    "generation_batch_size": "rollout.prompts_per_step counts problems: "
+    "generation_batch_size / num_generations",
+    "per_device_train_batch_size": "rollout.prompts_per_step problems in all; "
+    "optim.tokens_per_microbatch in one pass",
+    "gradient_accumulation_steps": "it follows from optim.tokens_per_microbatch, "
+    "a limit on the tokens of one pass",
+    "per_device_eval_batch_size": "rollout.tokens_in_flight limits the tokens that are sampled at "
+    "once",
     "reward_weights": "each entry of reward.functions has a weight: {name: accuracy, weight: 0.5}",
     "report_to": "logging.wandb=online or offline, logging.trackio=true, logging.tensorboard=true",
-    "loss_type": "algorithm.name=grpo, cispo or sapo; TRL's dapo is algorithm.aggregation=token_mean",
-    "vllm_mode": "rollout.engine=vllm samples with servers: rollout.server=start starts them, or names their addresses",
-    "vllm_gpu_memory_utilization": "rollout.vllm_command has vLLM's options: vllm serve {model} --OPTION VALUE",
-    "vllm_tensor_parallel_size": "rollout.vllm_command has vLLM's options: vllm serve {model} --OPTION VALUE",
+    "loss_type": "algorithm.name=grpo, cispo or sapo; "
+    "TRL's dapo is algorithm.aggregation=token_mean",
+    # vLLM runs in servers, which have their own command line.
+    "vllm_mode": "rollout.engine=vllm samples with servers: "
+    "rollout.server=start starts them, or names their addresses",
+    "vllm_gpu_memory_utilization": "rollout.vllm_command has vLLM's options: "
+    "vllm serve {model} --OPTION VALUE",
+    "vllm_tensor_parallel_size": "rollout.vllm_command has vLLM's options: "
+    "vllm serve {model} --OPTION VALUE",
     "optim": "the optimizer is AdamW; the section optim has its settings",
     "fp16": "runtime.precision is bf16 or fp32",
     "use_peft": "lora.rank above 0 trains LoRA adapters; the section lora has the other settings",
-    "peft_config": "the section lora has its settings: lora.rank, lora.alpha, lora.dropout, lora.target_modules",
+    "peft_config": "the section lora has its settings: "
+    "lora.rank, lora.alpha, lora.dropout, lora.target_modules",
     "fsdp_config": "runtime.parallel=fsdp has the settings runtime.shard_size and runtime.offload",
-    "deepspeed": "runtime.parallel=fsdp shards weights, gradients and optimizer states, as ZeRO 3 does",
-    "generation_kwargs": "what samples is in the section rollout; rollout.stop are the stop strings",
+    "deepspeed": "runtime.parallel=fsdp shards weights, gradients and optimizer states, "
+    "as ZeRO 3 does",
+    "generation_kwargs": "what samples is in the section rollout; "
+    "rollout.stop are the stop strings",
     "vllm_importance_sampling_clip_max": "algorithm.sampler_correction_max",
     "vllm_importance_sampling_clip_min": "algorithm.sampler_correction_min",
     "vllm_importance_sampling_cap": "algorithm.sampler_correction_max",
     "multi_objective_aggregation": "algorithm.name=gdpo normalizes each reward before their sum",
 }
-"""Name without its section -> the key to use instead, or a sentence if there are several. Not those
-without any, nor those whose nearest key is the right one."""
+"""Key to use instead, by name without its section; a sentence if one key alone does not replace
+it."""

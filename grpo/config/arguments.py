@@ -28,19 +28,22 @@ def load_config(
     default_file: str | Path | None = None,
     default_values: dict[str, Any] | None = None,
 ) -> Config:
-    """Read a configuration, ``["--config", "file.yaml", "section.key=value", "--debug"]`` for
-    example, and check it.
+    """Read a configuration from command line arguments, and check it.
 
-    A later override wins over an earlier one, overrides win over the file, and the file wins over
-    the defaults.
+    Example: ``["--config", "file.yaml", "section.key=value", "--debug"]``. A later override wins
+    over an earlier one, overrides win over the file, and the file wins over the defaults.
 
-    Args: argv: command line arguments, without the program's name. default_file: YAML file to read,
-        with a note on the console, if ``argv`` names none. default_values: nested values to begin
-        with if there is no file; None: the defaults of the schema.
+    Args:
+        argv: command line arguments, without the program's name.
+        default_file: YAML file that is read, with a note on the console, if ``argv`` names none.
+        default_values: nested values to begin with if there is no file. Default: those of the
+            schema.
 
     Raises:
-        ConfigError: one line per mistake. ``SystemExit`` with code 0 after ``--help``.
+        ConfigError: with one line per mistake.
+        SystemExit: with code 0, after ``--help``.
     """
+    # Without abbreviations: with a new flag, a script's --deb or --conf could change its meaning.
     parser = argparse.ArgumentParser(prog="train_grpo.py", add_help=False, allow_abbrev=False)
     parser.add_argument("--config")
     parser.add_argument("--debug", action="store_true")
@@ -50,19 +53,28 @@ def load_config(
         print(help_text(Config, overrides))
         raise SystemExit(0)
 
-    file = options.config
-    if file is None and default_file is not None:
-        file = os.path.relpath(default_file)
-        if os.environ.get("RANK", "0") == "0":  # torchrun starts this program once per rank
-            print(f"config    {file}, since there is no --config", flush=True)
+    source = options.config
+    if source is None and default_file is not None:
+        source = os.path.relpath(default_file)
+        # torchrun starts this program once per rank, before any rank knows of the others.
+        if os.environ.get("RANK", "0") == "0":
+            print(f"config    {source}, since there is no --config", flush=True)
+    if source is None:
+        source = default_values
+
     changes = []
     for override in overrides:
         key, equals, text = override.partition("=")
+        # `--seed=1` must not be taken for a key with the name `--seed`.
         if key.startswith("-") or not equals:
-            usage = "use section.key=value without dashes, --config FILE, --debug or --help"
-            raise ConfigError(f"argument {override!r} is not understood: {usage}")
-        changes.append({key: _value_of(key, text)})
-    config = make_config(default_values if file is None else file, *changes)
+            raise ConfigError(
+                f"argument {override!r} is not understood: "
+                "use section.key=value without dashes, --config FILE, --debug or --help"
+            )
+        value = _parse_value(key, text)
+        changes.append({key: value})
+    config = make_config(source, *changes)
+    # The values of --debug are bounds, which depend on the values that were set.
     if options.debug:
         config = make_config(config, debug_changes(config))
         config._debug = True
@@ -75,96 +87,116 @@ def make_config(
 ) -> Config:
     """Read a configuration from Python values, and check it.
 
-    Args: source: a mapping, nested or with dotted keys (``{"optim.max_steps": 5}``), a YAML file,
-        or a configuration;
-            None: the defaults.
+    Args:
+        source: a mapping, nested or with dotted keys (``{"optim.max_steps": 5}``), a YAML file, or
+            a configuration. None: the defaults.
         more: mappings of the same form. The values of a later one win.
+
+    Raises:
+        ConfigError: with one line per mistake.
     """
-    values: dict[str, Any] = {}
+    is_debug = False
     if isinstance(source, str | os.PathLike):
         source = read_config_file(source)
-    start = source.given if isinstance(source, Config) else _as_given(source or {})
-    for new in (start, *more):
-        _merge(new, values)
-    config = _checked(values)
-    config._debug = isinstance(source, Config) and source.debug
+    if isinstance(source, Config):
+        # Only values of the user: those that a preset or another key implied follow anew.
+        start = source.user_values
+        is_debug = source.debug
+    else:
+        start = _user_values_of(source or {})
+
+    values = {}
+    for mapping in (start, *more):
+        _merge(mapping, values)
+    config = _validate(values)
+    config._debug = is_debug
     return config
 
 
-def _merge(new: Mapping[str, Any], values: dict[str, Any]) -> None:
+def _merge(mapping: Mapping[str, Any], values: dict[str, Any]) -> None:
     """Write a mapping, nested or with dotted keys, into nested values."""
-    for key, value in new.items():
+    for key, value in mapping.items():
         *sections, leaf = str(key).split(".")
         inner = values
         for section in sections:
             inner = inner.setdefault(section, {})
             if not isinstance(inner, dict):
                 raise ConfigError(f"{section} is a section: write {section}.KEY=VALUE")
+        # pydantic does not take a Path for a text.
         if isinstance(value, os.PathLike):
             value = os.fspath(value)
+        # A mapping changes the keys that it has: `rollout={top_k: 5}` keeps the other keys of the
+        # section that the file has set.
         if isinstance(value, Mapping) and isinstance(inner.get(leaf, {}), dict):
             _merge(value, inner.setdefault(leaf, {}))
         else:
             inner[leaf] = value
 
 
-def _checked(values: dict[str, Any]) -> Config:
+def _validate(values: dict[str, Any]) -> Config:
     try:
         return Config.model_validate(values)
     except ValidationError as error:
-        known = list(keys_of(Config))
-        lines = [explain(item, known) for item in error.errors()]
-        raise ConfigError("\n".join(dict.fromkeys(lines))) from None
+        keys = list(keys_of(Config))
+        # All mistakes at once: a start on a cluster may take minutes.
+        lines = [explain(mistake, keys) for mistake in error.errors()]
+        raise ConfigError("\n".join(lines)) from None
 
 
-def _as_given(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values that a saved configuration was made from: those of its entry ``given``, if it has
-    one.
+def _user_values_of(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values that the user had set in a saved configuration, its entry ``given``.
 
-    ConfigError if the other values are not those that follow from the entry: nobody can tell which
-    the user means."""
-    sections: dict[str, Any] = {}
-    _merge(values, sections)
-    given = sections.pop("given", None)
-    if given is None:
-        return sections
-    if sections and _checked(sections) != _checked(given):
-        remedy = "change both, or remove one of the two"
-        raise ConfigError(f"values differ from those that follow from the entry `given`: {remedy}")
-    return given
+    Without this entry all values count as set. ConfigError if the other values are not those that
+    follow from the entry: nobody can tell which of the two the user means."""
+    nested = {}
+    _merge(values, nested)
+    user_values = nested.pop("given", None)
+    if user_values is None:
+        return nested
+    # The entry alone counts too. Both are there in config.yaml, whose reader may have changed one.
+    if nested and _validate(nested) != _validate(user_values):
+        raise ConfigError(
+            "values differ from those that follow from the entry `given`: "
+            "change both, or remove one of the two"
+        )
+    return user_values
 
 
-def _value_of(key: str, text: str) -> Any:
-    """The value of ``key=text`` on the command line: YAML, and a plain text where the key takes
-    one."""
+def _parse_value(key: str, text: str) -> Any:
+    """Return the value of ``key=text`` on the command line: text for a key that takes text alone,
+    else YAML."""
     field = keys_of(Config).get(key)
-    takes_text = field is not None and type_name(field.annotation) in ("str", "str | none")
-    is_quoted = text.startswith(("'", '"'))
-    if takes_text and text != "null" and not is_quoted:
+    type = type_name(field.annotation) if field else ""
+    takes_text = type in ("str", "str | none")
+    # As YAML, "Question: {prompt}" would be a mapping, `no` false, and "#### (.+)" a comment.
+    is_yaml = text == "null" or text.startswith(("'", '"'))
+    if takes_text and not is_yaml:
         return text
     return read_yaml(text, f"{key}=")
 
 
 def mask_command_line() -> None:
-    """Mask the secrets of ``section.key=value`` in ``sys.argv``, which ``starts.jsonl`` and wandb
-    record."""
+    """Mask the secrets of ``section.key=value`` in ``sys.argv``."""
+    # In place: wandb and starts.jsonl record the command line from there.
     sys.argv[:] = map(masked_argument, sys.argv)
 
 
 def masked_argument(argument: str) -> str:
-    """An argument of the command line, with the secrets masked if it is ``section.key=value``."""
+    """Return an argument of the command line, with secrets masked if it is
+    ``section.key=value``."""
     key, _, text = argument.partition("=")
     if key.split(".")[0] not in Config.model_fields:
         return argument
-    value = _value_of(key, text)
-    hidden = masked(value)
-    if hidden == value:
+    value = _parse_value(key, text)
+    masked_value = masked(value)
+    # An argument without secrets stays as the user wrote it, so that it can be copied.
+    if masked_value == value:
         return argument
-    return f"{key}={as_yaml(hidden)}"
+    return f"{key}={as_yaml(masked_value)}"
 
 
 def read_config_file(name: str | os.PathLike[str]) -> dict[str, Any]:
-    """The values of a YAML file; a ``ConfigError`` names the file and what is wrong in it."""
+    """Return the values of a YAML file; a ``ConfigError`` names the file and the mistake in it."""
     text = Path(name).expanduser().read_text(encoding="utf-8")
     values = read_yaml(text, str(name)) or {}
     if not isinstance(values, dict):
@@ -174,29 +206,32 @@ def read_config_file(name: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def read_yaml(text: str, source: str) -> Any:
-    """The value of a YAML text; raises a ``ConfigError`` that names ``source``, line and
-    problem."""
+    """Return the value of a YAML text; a ``ConfigError`` names ``source``, line and problem."""
     try:
         return yaml.load(text, Loader=_Loader)
+    # Deeply nested brackets exhaust the parser's stack.
     except (yaml.YAMLError, RecursionError) as error:
         problem = " ".join(str(error).split())
         raise ConfigError(f"{source}: not valid YAML: {problem}") from None
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML in which a repeated key is an error."""
+    """Safe YAML in which a repeated key is an error. PyYAML would ignore the first value."""
 
     def construct_mapping(self, node, deep=False):
-        seen: set[str] = set()
+        keys = set()
         for key_node, _ in node.value:
-            if key_node.value in seen and key_node.tag != "tag:yaml.org,2002:merge":
-                problem = f"key {key_node.value!r} is there twice"
+            key = key_node.value
+            # `<<` merges another mapping, and may stand there several times.
+            is_merge = key_node.tag == "tag:yaml.org,2002:merge"
+            if key in keys and not is_merge:
+                problem = f"key {key!r} is there twice"
                 raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
-            seen.add(str(key_node.value))
+            keys.add(str(key))
         return super().construct_mapping(node, deep)
 
 
-# YAML 1.1 takes 1e-6 for text.
+# YAML 1.1, which PyYAML reads, takes 1e-6 for text: it wants a dot and a sign, 1.0e-6.
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"),
@@ -211,26 +246,34 @@ def config_of_models(
     *,
     without_run: dict[str, Any] | None = None,
 ) -> tuple[Config, Path | None]:
-    """The configuration for a command that takes models, and the file of the run that it is based
-    on; None: of none.
+    """Return the configuration for a command that takes models, and the file that holds the
+    configuration of their run.
+
+    The file is None with ``config_file``, and if no model is of a run.
 
     Args:
-        config_file: the argument of ``--config``; None: the configuration of the run that wrote the
-            first model of a run.
-        without_run: nested values to begin with if there is neither; None: the defaults.
+        models: folders or Hub ids. The run that wrote the first one that is of a run counts.
+        config_file: argument of ``--config``. Default: the configuration of that run.
+        overrides: arguments ``section.key=value``.
+        without_run: nested values to begin with if there is neither. Default: those of the schema.
     """
     if config_file is not None:
         return load_config(["--config", config_file, *overrides]), None
     for model in models:
         folder = Path(model).expanduser().resolve()
-        run = folder.parent if folder.name.startswith("checkpoint-") else folder
+        run = folder
+        if folder.name.startswith("checkpoint-"):
+            run = folder.parent
         # A checkpoint has the configuration of its run, also where it was moved or copied.
         file = folder / "trainer" / "state.json"
+        values = None
         if file.is_file():
             values = json.loads(file.read_text(encoding="utf-8"))["config"]
         else:
             file = run / "config.yaml"
-            values = read_config_file(file) if file.is_file() else None
+            if file.is_file():
+                values = read_config_file(file)
         if values is not None:
+            # Paths of a moved run: its output_dir is where it lies now.
             return load_config([f"output_dir={run}", *overrides], default_values=values), file
     return load_config(overrides, default_values=without_run), None

@@ -1,5 +1,4 @@
-"""Settings by key, and where their values may differ: between ranks, when a run continues, in a
-sweep."""
+"""Settings by key, and where their values may differ: between ranks, or when a run continues."""
 
 from pathlib import Path
 from typing import Any
@@ -7,57 +6,57 @@ from typing import Any
 from grpo.config.config import Config
 from grpo.config.help import keys_of
 
-# Where, how fast or how long a run is computed, and what is kept of it: the results are the same up
-# to rounding.
-SAME_RESULTS = """
-    output_dir model.gradient_checkpointing reward.timeout_s reward.num_workers
-    rollout.tokens_in_flight rollout.weights_folder optim.tokens_per_microbatch checkpoint logging
-    runtime.device runtime.parallel runtime.shard_size runtime.offload runtime.fast_decode
-    runtime.timeout_s runtime.deterministic runtime.threads_per_rank runtime.try_largest_step
-"""
-# Evaluations, and vLLM's servers, whose options can change what is sampled. A run may continue with
-# another value, but results compare only between runs with the same one.
-SAME_RUN = "eval rollout.server rollout.vllm_command"
 MAY_DIFFER = {
-    # Paths, addresses and devices. Of files, the contents are compared in place of the paths.
+    # Paths, addresses and devices. The contents of files are compared instead of their paths.
     "may differ between the machines of a run": """
         output_dir model.name_or_path model.adapter model.reference data.dataset data.eval_dataset
         rollout.server rollout.vllm_command rollout.weights_folder checkpoint.resume runtime.device
         runtime.threads_per_rank
     """,
-    "may change when a run continues": SAME_RESULTS + SAME_RUN,
-    "may differ between runs that are compared": SAME_RESULTS,
+    # Keys that say where, how fast or how long a run is computed, and what is saved of it: training
+    # stays the same up to rounding. Evaluations change no weight. Options of vLLM's servers can
+    # change what is sampled, but a server may have to be replaced.
+    "may change when a run continues": """
+        output_dir model.gradient_checkpointing reward.timeout_s reward.num_workers eval
+        rollout.tokens_in_flight rollout.server rollout.vllm_command rollout.weights_folder
+        optim.tokens_per_microbatch checkpoint logging runtime.device runtime.parallel
+        runtime.shard_size runtime.offload runtime.fast_decode runtime.timeout_s
+        runtime.deterministic runtime.threads_per_rank runtime.try_largest_step
+    """,
 }
-"""Keys and whole sections whose values may differ. The others are compared everywhere."""
+"""Keys, and sections with all their keys, whose values may differ. A new key may not, until it
+stands here."""
 
 
 def flat(value: Any, key: str = "") -> dict[str, Any]:
-    """The values of nested dictionaries by dotted key. The value of a configuration's key may be a
-    dictionary itself."""
+    """Return the values of nested dictionaries by dotted key."""
+    # The value of a configuration's key may be a dictionary itself, such as chat_template_kwargs.
     if not isinstance(value, dict) or key in keys_of(Config):
         return {key: value}
 
-    found = {}
+    values = {}
     for name, inner in value.items():
-        found |= flat(inner, f"{key}.{name}" if key else str(name))
-    return found
+        values |= flat(inner, f"{key}.{name}" if key else str(name))
+    return values
 
 
-def settings_but(mark: str, config: Config) -> dict[str, Any]:
-    """The settings as they are written, by key, without those of this entry of ``MAY_DIFFER``."""
-    left_out = MAY_DIFFER[mark].split()
+def settings_except(entry: str, config: Config) -> dict[str, Any]:
+    """Return the settings by key, as they are written to files, except those of this entry of
+    ``MAY_DIFFER``."""
+    exceptions = MAY_DIFFER[entry].split()
     settings = {}
     for key, value in flat(config.for_writing()).items():
         section = key.partition(".")[0]
-        if key not in left_out and section not in left_out:
+        if key not in exceptions and section not in exceptions:
             settings[key] = value
     return settings
 
 
 def settings_of_all_ranks(config: Config) -> dict[str, Any]:
-    """The settings that all ranks need to share. The names of a user's functions are without the
-    folder of their file, whose content is compared elsewhere."""
-    settings = settings_but("may differ between the machines of a run", config)
+    """Return the settings that must be equal on all ranks."""
+    settings = settings_except("may differ between the machines of a run", config)
+    # Machines may keep the files of a user's functions in different folders. The contents of these
+    # files are compared by their digests.
     for key in ("algorithm.objective", "algorithm.advantages"):
         settings[key] = Path(settings[key] or "").name
     for function in settings["reward.functions"]:

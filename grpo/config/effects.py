@@ -3,53 +3,62 @@
 from grpo.config.compared import flat
 from grpo.config.config import Config
 
-WITHOUT_EFFECT = {
+NO_EFFECT_WITH = {
+    # GDPO normalizes each reward within its group, then the sum over the batch.
     "algorithm.name=gdpo": "algorithm.baseline algorithm.scale",
     "algorithm.objective=sapo": "algorithm.epsilon algorithm.epsilon_high",
     "algorithm.objective=reinforce": "algorithm.epsilon algorithm.epsilon_high",
     "algorithm.scale=none": "algorithm.advantage_eps",
-    "algorithm.sampler_correction=none": "algorithm.sampler_correction_min algorithm.sampler_correction_max",
+    "algorithm.sampler_correction=none": (
+        "algorithm.sampler_correction_min algorithm.sampler_correction_max"
+    ),
+    # Without a KL term there is no reference model that could be moved.
     "algorithm.beta=0.0": (
-        "algorithm.kl_estimator algorithm.unbiased_kl algorithm.ref_sync_steps algorithm.ref_sync_alpha model.reference"
+        "algorithm.kl_estimator algorithm.unbiased_kl algorithm.ref_sync_steps "
+        "algorithm.ref_sync_alpha model.reference"
     ),
     "algorithm.ref_sync_steps=0": "algorithm.ref_sync_alpha",
     "rollout.engine=builtin": "rollout.server rollout.vllm_command rollout.weights_folder",
     "rollout.engine=vllm": "rollout.tokens_in_flight runtime.fast_decode",
+    # Greedy completions of one problem are equal, so one is sampled.
     "eval.temperature=0.0": "eval.num_samples eval.top_p eval.top_k eval.min_p",
     "data.eval_split=None": (
-        "data.eval_dataset data.max_eval_samples eval.every eval.before_training eval.num_samples eval.temperature "
-        "eval.top_p eval.top_k eval.min_p eval.max_completion_length eval.max_samples eval.correct_above"
+        "data.eval_dataset data.max_eval_samples eval.every eval.before_training eval.num_samples "
+        "eval.temperature eval.top_p eval.top_k eval.min_p eval.max_completion_length "
+        "eval.max_samples eval.correct_above"
     ),
+    # The dropout of adapters is set to 0 too.
     "model.disable_dropout=True": "lora.dropout",
     "runtime.precision=fp32": "lora.base_precision",
+    # A new run has nothing that could have changed.
     "checkpoint.resume=never": "checkpoint.accept_changes",
 }
-"""``key=value`` -> the keys that have no effect with it."""
-GENERATED = ("builtin:", "environment:", "python:")
-WITHOUT_SPLITS = (*GENERATED, "reasoning_gym:")
+"""Keys without effect, by the setting ``key=value`` that takes their effect."""
+GENERATED_PREFIXES = ("builtin:", "environment:", "python:")
 """Beginnings of ``data.dataset`` for rows that are generated, or passed by a program."""
+PREFIXES_WITHOUT_SPLITS = (*GENERATED_PREFIXES, "reasoning_gym:")
+"""Beginnings of ``data.dataset`` for rows that have no splits by name."""
 FILE_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 """Endings of ``data.dataset`` for files."""
 
 
 def keys_without_effect(config: Config) -> dict[str, str]:
-    """The keys that the user changed without any effect -> the reason.
+    """Return the keys that the user changed without any effect, with the reason.
 
     A key that has its default value is not among them, since it does no harm.
     """
     algorithm = config.algorithm
     data = config.data
-    rollout = config.rollout
     logging = config.logging
     objective = algorithm.objective
-    # dppo_tv applies the same keys to the sampler's probabilities, and the user's own objective may
-    # use them in its own way.
+    # dppo_tv applies the same keys to the sampler's probabilities, and an objective of the user may
+    # use them in any way.
     clips_ratio = objective in ("clip", "cispo")
-    # Dynamic sampling compares rewards as baseline and scale say, with any advantages.
+    # Dynamic sampling finds equal rewards by baseline and scale, also with a user's advantages.
     replaces_advantages = algorithm.advantages and not algorithm.dynamic_sampling
     train_rows = data.dataset
     eval_rows = data.eval_dataset or train_rows
-    is_local = train_rows.startswith(GENERATED) or train_rows.endswith(FILE_SUFFIXES)
+    is_local = train_rows.startswith(GENERATED_PREFIXES) or train_rows.endswith(FILE_SUFFIXES)
     conditions = [
         (objective != "clip", f"with algorithm.objective={objective}", "algorithm.delta"),
         (
@@ -64,6 +73,7 @@ def keys_without_effect(config: Config) -> dict[str, str]:
             "algorithm.importance_level",
         ),
         (
+            # CISPO's weight has an upper bound alone, and epsilon is the default of that bound.
             objective == "cispo" and algorithm.epsilon_high is not None,
             "with algorithm.objective=cispo and algorithm.epsilon_high",
             "algorithm.epsilon",
@@ -84,21 +94,24 @@ def keys_without_effect(config: Config) -> dict[str, str]:
             "lora.alpha lora.dropout lora.target_modules lora.rslora lora.init lora.base_precision",
         ),
         (
+            # The adapter's shape is read from its folder. Dropout is no part of the shape.
             config.model.adapter,
             "with model.adapter, which has its own",
             "lora.rank lora.alpha lora.target_modules lora.rslora lora.init",
         ),
         (
-            train_rows.startswith(WITHOUT_SPLITS),
+            train_rows.startswith(PREFIXES_WITHOUT_SPLITS),
             f"with data.dataset={train_rows}",
             "data.train_split",
         ),
         (
-            eval_rows.startswith(WITHOUT_SPLITS) and data.eval_split,
+            # Unset, eval_split turns evaluations off with rows of any kind.
+            eval_rows.startswith(PREFIXES_WITHOUT_SPLITS) and data.eval_split,
             f"with rows of {eval_rows}",
             "data.eval_split",
         ),
         (
+            # It may be the configuration of eval_dataset.
             is_local and not data.eval_dataset,
             f"with data.dataset={train_rows}",
             "data.config_name",
@@ -108,7 +121,8 @@ def keys_without_effect(config: Config) -> dict[str, str]:
             "without tools or environment",
             "tools_format rollout.max_turns rollout.max_tool_tokens",
         ),
-        (rollout.addresses, "with rollout.server=ADDRESS", "rollout.vllm_command"),
+        # The servers of the user run already.
+        (config.rollout.addresses, "with rollout.server=ADDRESS", "rollout.vllm_command"),
         (config.optim.max_steps, "with optim.max_steps", "optim.num_epochs"),
         (
             logging.wandb == "disabled" and not logging.trackio,
@@ -118,14 +132,17 @@ def keys_without_effect(config: Config) -> dict[str, str]:
     ]
     for key, value in flat(config.model_dump(mode="json")).items():
         setting = f"{key}={value}"
-        if setting in WITHOUT_EFFECT:
-            conditions.append((True, f"with {setting}", WITHOUT_EFFECT[setting]))
+        if setting in NO_EFFECT_WITH:
+            conditions.append((True, f"with {setting}", NO_EFFECT_WITH[setting]))
 
+    # Presets and other keys set such keys as well, which is no concern of the user's.
     defaults = flat(Config().model_dump(mode="json"))
-    changed = [key for key, value in flat(config.given).items() if value != defaults.get(key)]
-    found: dict[str, str] = {}
+    user_values = flat(config.user_values)
+    changed = [key for key, value in user_values.items() if value != defaults.get(key)]
+    reasons = {}
     for holds, reason, keys in conditions:
         for key in keys.split():
+            # A key may have several reasons, of which the user is told the first.
             if holds and key in changed:
-                found.setdefault(key, reason)
-    return found
+                reasons.setdefault(key, reason)
+    return reasons

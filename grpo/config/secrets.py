@@ -1,8 +1,8 @@
-"""Secrets, such as a reward's ``api_key``: masked wherever a run writes, or taken from the
+"""Secrets, such as the ``api_key`` of a reward: masked wherever a run writes, or taken from the
 environment.
 
-A reference ``${NAME}`` is written as it is, and replaced by the value of that environment variable
-when it is used."""
+A reference ``${NAME}`` is written unchanged. The value of this environment variable replaces it
+when the reward is called."""
 
 import os
 import re
@@ -10,34 +10,42 @@ from typing import Any
 
 MASK = "***"
 _SECRET = re.compile(
-    "keys?|apikey|token|secrets?|password|passwd|passphrase|pwd|auth|authorization|bearer|cookie|credentials?|jwt|pat"
+    # Not `tokens`, which are counted: max_tokens.
+    "keys?|apikey|token|secrets?|password|passwd|passphrase|pwd|auth|authorization|bearer|cookie|"
+    "credentials?|jwt|pat"
 )
-"""A word that makes a name that of a secret. ``tokens`` are counted."""
-_HARMLESS = re.compile(
-    "answer|stop|start|end|think|special|[bes]os|sep|pad|unk|mask|max|min|num|count|json|sort|group|column|row|data|"
-    "dict|field|reward|target|score|label|budget|limit"
+"""Words that make a name the name of a secret."""
+_HARMLESS_NEIGHBOUR = re.compile(
+    "answer|stop|start|end|think|special|[bes]os|sep|pad|unk|mask|max|min|num|count|json|sort|"
+    "group|column|row|data|dict|field|reward|target|score|label|budget|limit"
 )
-"""A word that makes a key or token beside it harmless: ``stop_token``, ``answer_key``."""
+"""Words that make a key or token beside them harmless: ``stop_token``, ``answer_key``."""
 _REFERENCE = re.compile(r"((?:Bearer |Basic |Token )?)\$\{([A-Z_][A-Z0-9_]*)\}")
+"""Reference to an environment variable, after the scheme of an Authorization header."""
 
 
 def names_a_secret(name: str) -> bool:
     """True for ``api_key``, ``apiKey``, ``hf_token_2``, ``db_password``; not for ``max_tokens`` or
     ``stop_token``."""
-    found = re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", name)
-    words = [word.lower() for word in found]
-    for before, word, after in zip(["", *words], words, [*words[1:], ""], strict=False):
+    words = re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", name)
+    words = [word.lower() for word in words]
+    for index, word in enumerate(words):
+        if not _SECRET.fullmatch(word):
+            continue
         # A neighbour makes only these harmless: a password is one whatever stands beside it.
         is_weak = word in ("key", "keys", "token")
-        is_harmless = is_weak and (_HARMLESS.fullmatch(before) or _HARMLESS.fullmatch(after))
-        if _SECRET.fullmatch(word) and not is_harmless:
+        neighbours = words[max(index - 1, 0) : index + 2]
+        if not (is_weak and any(map(_HARMLESS_NEIGHBOUR.fullmatch, neighbours))):
             return True
     return False
 
 
 def masked(value: Any, is_secret: bool = False) -> Any:
-    """A copy of nested values in which :data:`MASK` replaces the values whose names are those of
-    secrets."""
+    """Return a copy of nested values in which :data:`MASK` replaces the values of secrets.
+
+    Args:
+        is_secret: True below the name of a secret: everything is masked then.
+    """
     if isinstance(value, dict):
         return {
             name: masked(inner, is_secret or names_a_secret(str(name)))
@@ -45,24 +53,32 @@ def masked(value: Any, is_secret: bool = False) -> Any:
         }
     if isinstance(value, list | tuple):
         return [masked(inner, is_secret) for inner in value]
+    # A reference must stay: a run that starts from the written configuration resolves it again.
     is_harmless = value is None or isinstance(value, bool) or _REFERENCE.fullmatch(str(value))
     return MASK if is_secret and not is_harmless else value
 
 
 def with_environment(value: Any, where: str, name: str = "") -> Any:
-    """A copy of nested values in which ``${NAME}`` and ``Bearer ${NAME}`` have the value of that
-    environment variable.
+    """Return a copy of nested values in which environment variables replace ``${NAME}`` and
+    ``Bearer ${NAME}``.
 
-    ValueError, which begins with ``where``: a variable is not set, or a secret was masked when it
-    was written."""
+    Args:
+        where: begin of error messages.
+        name: name of the value.
+
+    Raises:
+        ValueError: if a variable is not set, or a secret was masked when it was written.
+    """
     if isinstance(value, dict):
-        found = {}
+        resolved = {}
         for key, inner in value.items():
-            # A secret has all that is in it masked.
-            found[key] = with_environment(inner, where, name if names_a_secret(name) else str(key))
-        return found
+            # Everything below the name of a secret was masked: the message must say this name.
+            inner_name = name if names_a_secret(name) else str(key)
+            resolved[key] = with_environment(inner, where, inner_name)
+        return resolved
     if isinstance(value, list | tuple):
         return [with_environment(inner, where, name) for inner in value]
+    # Otherwise a service would refuse "***", and every completion would have no reward.
     if value == MASK and names_a_secret(name):
         raise ValueError(
             f"{where}: {name} was masked when it was written: set it again, or to ${{NAME}}"

@@ -1,6 +1,6 @@
 """Where the value of each key may differ, and the settings that are compared."""
 
-from grpo.config import Config, flat, keys_of, make_config, settings_but, settings_of_all_ranks
+from grpo.config import Config, flat, keys_of, make_config, settings_except, settings_of_all_ranks
 from grpo.config.compared import MAY_DIFFER
 
 
@@ -11,15 +11,15 @@ def test_what_may_differ_are_keys():
     sections = {key.partition(".")[0] for key in known}
     for mark, names in MAY_DIFFER.items():
         assert set(names.split()) <= known.keys() | sections
-        assert {"seed", "optim.learning_rate", "algorithm.beta"} <= settings_but(
+        assert {"seed", "optim.learning_rate", "algorithm.beta"} <= settings_except(
             mark, Config()
         ).keys()
-    continued = settings_but("may change when a run continues", Config())
+    continued = settings_except("may change when a run continues", Config())
     assert "rollout.engine" in continued
     assert not {"rollout.server", "eval.every", "output_dir"} & continued.keys()
 
 
-def test_ranks_share_settings_but_no_folders():
+def test_ranks_share_settings_except_no_folders():
     """Two machines with folders of their own, and the same functions in files of the same name."""
 
     def on(machine, **changes):
