@@ -1,4 +1,4 @@
-"""Small helpers that several rooms need, and environment variables that PyTorch reads. Imports no
+"""Files, processes, standard streams, and environment variables that PyTorch reads. Imports no
 torch."""
 
 import ctypes
@@ -15,30 +15,35 @@ from typing import Any
 
 
 class UserError(ValueError):
-    """An error that the user can mend. Its message is one line that says how; a run shows it
+    """A mistake of the user. The message is one line that says what would work, and a run shows it
     without a traceback."""
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, with the next if it ends in a colon; its type's name if
-    it has none."""
+    """Return the first line of an error's message, or the name of its type if the message is
+    empty."""
     text = str(error).strip() or type(error).__name__
     lines = text.splitlines()
-    shown = lines[:2] if lines[0].endswith(":") else lines[:1]
-    return " ".join(map(str.strip, shown))
+    # A line that ends in a colon says nothing without the next one.
+    first_lines = lines[:2] if lines[0].endswith(":") else lines[:1]
+    return " ".join(map(str.strip, first_lines))
 
 
 def printable(text: str) -> str:
-    """The text with control and format characters escaped: it cannot move a terminal's cursor or
-    hide a part."""
+    """Return the text with control and format characters escaped, so that a terminal moves no
+    cursor and hides no part of it."""
     return "".join(c if c.isprintable() or c in "\n\t" else f"\\u{ord(c):04x}" for c in text)
 
 
 def write_atomically(path: str | Path, content: str | Callable[[Path], None]) -> None:
-    """Write a file so that a reader sees the old content or the new, never a part.
+    """Write a file so that a reader sees the old content or the new one, never a part.
 
-    A link stays, and its target is replaced. A device or a pipe cannot be replaced by a file: it is
-    written into. ``content`` is UTF-8 text, or a function that writes the file at a path."""
+    A symbolic link stays, and its target is replaced. A device or a pipe, which no file can
+    replace, is written into.
+
+    Args:
+        content: UTF-8 text, or a function that writes the file at a path.
+    """
 
     def write(file: Path) -> None:
         if callable(content):
@@ -51,15 +56,16 @@ def write_atomically(path: str | Path, content: str | Callable[[Path], None]) ->
         write(path)
         return
     path = path.resolve()
+    # In the same folder, since a rename is atomic only within one file system.
     temporary = path.with_name(path.name + ".tmp")
-    # It may be a link to another file, or a pipe.
+    # An old file of this name may be a link to another file, or a pipe.
     temporary.unlink(missing_ok=True)
     write(temporary)
     os.replace(temporary, path)
 
 
 def sync(path: str | Path) -> None:
-    """Wait until a file, or the names in a folder, are on disk."""
+    """Wait until the content of a file, or the names in a folder, are on disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -68,16 +74,18 @@ def sync(path: str | Path) -> None:
 
 
 def publish(partial: Path, final: Path) -> None:
-    """Give a complete folder its name when its files are on disk and equally readable; replaces an
-    older one."""
+    """Rename a complete folder to its final name, once its files are on disk. An older folder of
+    that name is replaced."""
     paths = list(partial.rglob("*"))
     files = [path for path in paths if path.is_file()]
-    # Those of safetensors are for their owner alone.
+    # safetensors lets only their owner read its files. All get the mode of the others.
     mode = max(file.stat().st_mode for file in files)
     for file in files:
         file.chmod(mode)
+    # After a power cut, a folder with its final name must hold every byte of its files.
     for path in [*paths, partial]:
         sync(path)
+    # A kill from here on leaves the complete folder with its first name.
     if final.is_symlink():
         final.unlink()
     shutil.rmtree(final, ignore_errors=True)
@@ -88,33 +96,35 @@ def publish(partial: Path, final: Path) -> None:
 def end_with_parent(signal_number: int = signal.SIGKILL) -> None:
     """Ask the kernel (Linux only) to send this process a signal when the thread that started it
     ends."""
-    if sys.platform.startswith("linux"):  # 1 is PR_SET_PDEATHSIG of <linux/prctl.h>
+    if sys.platform.startswith("linux"):
+        # Python has no prctl. 1 is PR_SET_PDEATHSIG of <linux/prctl.h>.
         ctypes.CDLL(None, use_errno=True).prctl(1, int(signal_number), 0, 0, 0)
 
 
 def seconds_waited_for_core() -> float:
-    """Seconds that this thread was ready to run and waited for a CPU core; 0 where the kernel does
-    not count them."""
+    """Return the seconds that this thread was ready to run and waited for a CPU core; 0 where the
+    kernel does not count them."""
     path = Path("/proc/thread-self/schedstat")
     if not path.exists():
         return 0.0
-    waited = path.read_text().split()[1]
-    return int(waited) / 1e9
+    _, nanoseconds_waited, _ = path.read_text().split()
+    return int(nanoseconds_waited) / 1e9
 
 
 def ignore_broken_pipes() -> None:
     """Let this process go on when its output has no reader (a closed pipe, terminal or stream), or
-    a full disk."""
+    when the disk is full."""
     for number in range(3):
         try:
             os.fstat(number)
-        except (
-            OSError
-        ):  # closed by the shell (`>&-`): the next file that is opened would get its number
-            os.open(os.devnull, os.O_RDWR)  # the lowest free number, so this one
+        except OSError:
+            # The shell has closed this stream (`>&-`), and the next file that is opened would get
+            # its number. The lowest free number is this one.
+            os.open(os.devnull, os.O_RDWR)
     for number, name in enumerate(("stdout", "stderr"), start=1):
         stream = getattr(sys, name)
-        if stream is getattr(sys, f"__{name}__"):  # else the caller's own stream
+        # A program that calls grpo.train may have put a stream of its own there.
+        if stream is getattr(sys, f"__{name}__"):
             output = io.BufferedWriter(_Output(number, "w", closefd=False))
             text = io.TextIOWrapper(output, errors="backslashreplace", line_buffering=True)
             setattr(sys, name, text)
@@ -127,6 +137,7 @@ class _Output(io.FileIO):
         try:
             return super().write(data)
         except OSError:
+            # The descriptor itself: libraries in C print to it, too.
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, self.fileno())
             os.close(null)
@@ -134,8 +145,11 @@ class _Output(io.FileIO):
 
 
 def import_extra(module: str, extra: str, needed_by: str) -> ModuleType:
-    """Import a package of the optional dependency ``extra``; ValueError with the command that
-    installs it."""
+    """Import a package of the optional dependency ``extra``.
+
+    Raises:
+        ValueError: with the command that installs it, if it is missing.
+    """
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -144,7 +158,7 @@ def import_extra(module: str, extra: str, needed_by: str) -> ModuleType:
         ) from None
 
 
-ALLOCATOR_NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 ENVIRONMENT_DEFAULTS = {
     # On CPU, oneDNN keeps a kernel with scratch memory for each of up to 1,024 shapes
     # (benchmarks/memory.py).
@@ -154,22 +168,23 @@ ENVIRONMENT_DEFAULTS = {
     # (pytorch/pytorch#158029).
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",
 }
-"""Settings that make memory steady while lengths differ from step to step."""
+"""Environment variables that keep memory from growing while lengths differ from step to step."""
 
 
 def set_environment_defaults() -> None:
-    """Set ``ENVIRONMENT_DEFAULTS``, unless the user has set them. Called before torch is
+    """Set ``ENVIRONMENT_DEFAULTS``, unless the user has set them. It must be called before torch is
     imported."""
-    # An older name of the allocator's settings wins over the newer one.
-    has_allocator = any(name in os.environ for name in ALLOCATOR_NAMES)
+    # The user may have set an older name of the allocator's settings. PyTorch reads only one of the
+    # names, so ours must not stand beside it.
+    has_allocator_settings = any(name in os.environ for name in ALLOCATOR_VARIABLES)
     for name, value in ENVIRONMENT_DEFAULTS.items():
-        if not (has_allocator and name in ALLOCATOR_NAMES):
+        if not (has_allocator_settings and name in ALLOCATOR_VARIABLES):
             os.environ.setdefault(name, value)
 
 
 def without_environment_defaults(environment: Mapping[str, str]) -> dict[str, str]:
-    """A copy of the environment for another program, without what :func:`set_environment_defaults`
-    set."""
+    """Return a copy of the environment for another program, without the variables that
+    :func:`set_environment_defaults` has set."""
     return {
         name: value
         for name, value in environment.items()

@@ -1,10 +1,11 @@
 """Checkpoints on disk: saved atomically, verified, listed, restored.
 
-A checkpoint is a Hugging Face folder (``from_pretrained`` loads it), or a peft folder, with
-``trainer/`` beside the weights: ``state.json``, and the tensors of the optimizer and of a moving
-reference in the format of ``torch.distributed.checkpoint``. It is the same for DDP and FSDP, and
-any number of ranks continues it. The position in the data, the learning rate and all randomness
-follow from (seed, step)."""
+A checkpoint is a Hugging Face folder (``from_pretrained`` loads it) or a peft folder. Its subfolder
+``trainer/`` holds ``state.json``, and the tensors of the optimizer and of a moving reference model
+in the format of ``torch.distributed.checkpoint``. DDP and FSDP write the same format, and any
+number of ranks can continue from it. The position in the data, the learning rate and all random
+numbers follow from the seed and the step, so they are not saved.
+"""
 
 import hashlib
 import json
@@ -27,13 +28,15 @@ from grpo.distributed import (
 from grpo.model import Policy, save_weights
 from grpo.system import publish
 
-MANIFEST = "manifest.json"
-"""The file of digests."""
-STATE = Path("trainer", "state.json")
-STATES = Path("trainer", "states")
-"""The folder with the tensors of optimizer and reference, a file of each rank under FSDP."""
+MANIFEST_FILE = "manifest.json"
+"""JSON with the SHA-256 of all other files of a checkpoint."""
+STATE_FILE = Path("trainer", "state.json")
+"""JSON with the progress, the configuration and other facts of a run."""
+TENSORS_FOLDER = Path("trainer", "states")
+"""Folder with the tensors of the optimizer and of a moving reference. Under FSDP each rank writes a
+file of its shards."""
 SINGLE_PROCESS = World(0, 1, 0, torch.device("cpu"))
-"""A process that saves without other ranks."""
+"""The world of a process that saves without other ranks."""
 
 
 @dataclass(frozen=True)
@@ -43,26 +46,27 @@ class TrainedTensors:
     policy: Policy
     optimizer: torch.optim.Optimizer
     reference: dict[str, torch.Tensor]
-    """The weights of a reference that changes during training, by name; else empty."""
+    """Weights by name of a reference that changes during training; empty for another reference."""
 
-    def states(self) -> dict[str, torch.Tensor]:
-        """The optimizer's tensors and the reference's, under FSDP this rank's shares."""
-        found = {}
+    def optimizer_and_reference(self) -> dict[str, torch.Tensor]:
+        """Return the live tensors of the optimizer and of the reference, under FSDP as DTensors."""
+        tensors = {}
         for name, tensor in self.reference.items():
-            found[f"reference/{name}"] = tensor.detach()
+            tensors[f"reference/{name}"] = tensor.detach()
+        # Keyed by the names of parameters: optimizers number them, in an order that may change.
         for name, parameter in self.policy.model.named_parameters():
             for key, value in self.optimizer.state.get(parameter, {}).items():
-                found[f"optimizer/{name}/{key}"] = value
-        return found
+                tensors[f"optimizer/{name}/{key}"] = value
+        return tensors
 
     def check_finite(self, step: int) -> None:
-        """ValueError if a weight that is trained is NaN or infinite: no run can continue from
-        it."""
+        """ValueError if a trained weight is NaN or infinite: no run can continue from it."""
         for name, parameter in self.policy.model.named_parameters():
+            # Each rank looks at its own shards. save_checkpoint() raises the error on all ranks.
             if parameter.requires_grad and not torch.isfinite(local_shard(parameter)).all():
                 raise ValueError(
-                    f"{name} holds values that are not finite: no checkpoint is saved at step {step}; lower "
-                    "optim.learning_rate"
+                    f"{name} holds values that are not finite: "
+                    f"no checkpoint is saved at step {step}; lower optim.learning_rate"
                 )
 
 
@@ -76,23 +80,32 @@ def save_checkpoint(
     keep: int = 2,
     best_step: int | None = None,
 ) -> Path:
-    """Write ``checkpoint-<step>/``, delete all but the ``keep`` newest up to this step; returns the
-    folder.
+    """Write ``checkpoint-<step>/``, and delete all but the ``keep`` newest checkpoints up to this
+    step.
 
-    The files go into a hidden folder, the manifest is written last, all is synced to disk, and then
-    the folder is renamed: a checkpoint with its final name is complete, whenever the process is
+    The files are written into a hidden folder, the manifest last. When all are on disk, the folder
+    gets its final name. So a checkpoint with its final name is complete, whenever the process is
     killed.
 
-    Args: world: all ranks call it together (FSDP), and raise errors together; ``SINGLE_PROCESS``:
-        this process by itself. state: JSON-serialisable facts of the run (progress, wandb id,
-        resolved config, ...). best_step: the checkpoint of this step is kept whatever its age.
+    Args:
+        world: the ranks that save together (FSDP), and raise errors together. Default: this process
+            alone.
+        state: JSON-serialisable facts of the run (progress, wandb id, resolved config, ...).
+        best_step: the checkpoint of this step is kept whatever its age.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ValueError: if a weight is not finite.
+        OSError: if a file cannot be written.
     """
     final = Path(output_dir, f"checkpoint-{step}")
     partial = final.with_name(f".partial-{final.name}")
-    # Under FSDP gathered in rank 0's host memory, by all ranks together.
+    # A collective under FSDP, which gathers the weights in rank 0's host memory. So it comes before
+    # the blocks below, in which one rank may fail alone.
     policy = trained.policy
     weights = full_trained_weights(policy.trained, policy.unreached.values())
-    states = trained.states()
     with world.fail_together():
         trained.check_finite(step)
         if world.is_main:
@@ -100,25 +113,31 @@ def save_checkpoint(
             (partial / "trainer").mkdir(parents=True)
             save_weights(policy.trained, weights, partial)
             policy.tokenizer.save_pretrained(partial)
+    # A machine that does not share the folder would write its shards where no manifest lists them.
     with world.fail_together():
-        if not partial.is_dir():  # on another machine
+        if not partial.is_dir():
             raise OSError(
-                f"{partial} is missing here: with runtime.parallel=fsdp all machines must share output_dir"
+                f"{partial} is missing here: "
+                "with runtime.parallel=fsdp all machines must share output_dir"
             )
-    save_tensors(states, partial / STATES, is_single_process=world.is_single_process)
+    save_tensors(
+        trained.optimizer_and_reference(),
+        partial / TENSORS_FOLDER,
+        is_single_process=world.is_single_process,
+    )
 
     with world.fail_together():
         if world.is_main:
-            (partial / STATE).write_text(json.dumps({"step": step} | state, indent=1))
-            # The manifest lists the files of all ranks.
+            (partial / STATE_FILE).write_text(json.dumps({"step": step} | state, indent=1))
+            # All ranks have written their files by now, so the manifest can list them.
             digests = {}
             for file in sorted(partial.rglob("*")):
                 if file.is_file():
                     digests[str(file.relative_to(partial))] = _digest(file)
-            (partial / MANIFEST).write_text(json.dumps({"files": digests}))
+            (partial / MANIFEST_FILE).write_text(json.dumps({"files": digests}))
             publish(partial, final)
-            # Checkpoints of later steps are broken, or of a run that was continued from before:
-            # they do not count.
+            # Checkpoints of later steps are broken, or of a run that was continued from an earlier
+            # step. They do not count, and must not push out the one that was just saved.
             earlier = [saved for saved in list_checkpoints(final.parent) if saved[0] <= step]
             for old_step, old in earlier[keep:]:
                 if old_step != best_step:
@@ -127,17 +146,20 @@ def save_checkpoint(
 
 
 def list_checkpoints(output_dir: Path) -> list[tuple[int, Path]]:
-    """``(step, folder)``, newest first."""
-    found = []
+    """Return ``(step, folder)`` of each checkpoint, newest first; they may be broken."""
+    checkpoints = []
     for folder in output_dir.glob("checkpoint-*"):
         step = folder.name.removeprefix("checkpoint-")
+        # A user may keep a copy as checkpoint-5-good, which no run manages.
         if step.isdecimal() and folder.is_dir():
-            found.append((int(step), folder))
-    return sorted(found, reverse=True)
+            checkpoints.append((int(step), folder))
+    return sorted(checkpoints, reverse=True)
 
 
 def recover(output_dir: Path) -> None:
-    """After a kill: give a complete checkpoint its final name, and delete unfinished ones."""
+    """Give a complete checkpoint its final name, and delete unfinished ones, after a kill."""
+    # A kill while a checkpoint replaces one of its step may leave the complete folder with its
+    # hidden name alone.
     for partial in output_dir.glob(".partial-checkpoint-*"):
         if why_invalid(partial):
             shutil.rmtree(partial, ignore_errors=True)
@@ -146,50 +168,60 @@ def recover(output_dir: Path) -> None:
 
 
 def find_newest_valid(output_dir: Path) -> Path | None:
-    """The newest valid checkpoint (None if there is none); prints a warning of each newer one."""
+    """Return the newest valid checkpoint, None if there is none; print a warning for each newer
+    one."""
     for _, folder in list_checkpoints(output_dir):
-        broken = why_invalid(folder)
-        if broken is None:
+        problem = why_invalid(folder)
+        if problem is None:
             return folder
-        print(f"warning: skipping {broken}")
+        print(f"warning: skipping {problem}")
     return None
 
 
 def why_invalid(folder: Path) -> str | None:
-    """The first difference between a checkpoint and its manifest; None for a valid checkpoint."""
+    """Return the first difference between a checkpoint and its manifest; None for a valid
+    checkpoint."""
+    # A damaged manifest may hold anything, so reading it may raise anything.
     try:
-        files = json.loads((folder / MANIFEST).read_bytes())["files"]
-        wrong = [name for name, saved in files.items() if _digest(folder / name) != saved]
-    except Exception as error:  # it may hold anything
+        digests = json.loads((folder / MANIFEST_FILE).read_bytes())["files"]
+        for name, digest in digests.items():
+            if _digest(folder / name) != digest:
+                return f"{folder}: {name} is not what was saved"
+    except Exception as error:
         return f"{folder} cannot be read ({type(error).__name__}: {error})"
-    return f"{folder}: {wrong[0]} is not what was saved" if wrong else None
+    return None
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """The ``state`` passed to :func:`save_checkpoint`, with ``step``, of a valid checkpoint."""
-    return json.loads((folder / STATE).read_bytes())
+    """Return the ``state`` that :func:`save_checkpoint` got for a valid checkpoint, with its
+    ``step``."""
+    return json.loads((folder / STATE_FILE).read_bytes())
 
 
 def restore(folder: Path, trained: TrainedTensors) -> None:
-    """Load the optimizer's state and a reference that changes during training; each rank reads its
-    own shares.
+    """Load the tensors of the optimizer, and of a reference that changes during training, in place.
+    Each rank reads its shards.
 
-    A reference that the checkpoint lacks stays as it is; ValueError if the model lacks a weight of
-    the optimizer's. ``load_policy(folder)`` loads the model."""
-    saved = saved_names(folder / STATES)
+    ``load_policy(folder)`` loads the model. A reference that the checkpoint lacks keeps its values.
+
+    Raises:
+        ValueError: if the checkpoint holds optimizer state of a weight that the model lacks.
+    """
+    saved = saved_names(folder / TENSORS_FOLDER)
     model = trained.policy.model
-    optimizer_tensors(model, trained.optimizer)  # makes those that an update would make
+    # A new optimizer has no tensors that could be filled. This makes them, as an update would.
+    optimizer_tensors(model, trained.optimizer)
+    # An expert that no token was sent to had none, and must not begin with a step count.
     for name, parameter in model.named_parameters():
-        if (
-            f"optimizer/{name}/step" not in saved
-        ):  # of an expert that no token was sent to, for example
+        if f"optimizer/{name}/step" not in saved:
             trained.optimizer.state.pop(parameter, None)
-    states = trained.states()
-    for name in sorted(saved - states.keys()):
+    tensors = trained.optimizer_and_reference()
+    # Another version of transformers may name a module otherwise. Its averages would be lost.
+    for name in sorted(saved - tensors.keys()):
         if name.startswith("optimizer/"):
             raise ValueError(f"its {name} is of no weight that the model trains")
-    wanted = {name: tensor for name, tensor in states.items() if name in saved}
-    load_tensors(wanted, folder / STATES)
+    saved_tensors = {name: tensor for name, tensor in tensors.items() if name in saved}
+    load_tensors(saved_tensors, folder / TENSORS_FOLDER)
 
 
 def _digest(path: Path) -> str:

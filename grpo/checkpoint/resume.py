@@ -7,20 +7,26 @@ import shutil
 import socket
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import yaml
 
-from grpo.checkpoint import format as checkpoint
+from grpo.checkpoint.format import (
+    find_newest_valid,
+    list_checkpoints,
+    read_state,
+    recover,
+    why_invalid,
+)
 from grpo.config import Config, ConfigError, flat, settings_except
 from grpo.model import digest, is_adapter, model_digests
 from grpo.rewards import RewardRunner
 from grpo.system import write_atomically
 
-ABOUT_GIVEN = """\
+COMMENT_ON_ENTRY_GIVEN = """\
 # What was set. A run that has this file as --config begins from it: what a preset or another key
 # implied follows anew. Change a value here and above, or remove one of the two."""
-OF_A_RUN = (
+RUN_FILE_PATTERNS = (
     "checkpoint-*",
     "metrics.jsonl",
     "intervals.jsonl",
@@ -29,23 +35,26 @@ OF_A_RUN = (
     "tensorboard",
     "config.yaml",
 )
-"""Patterns of the files that a run writes, and a later run in the same folder would overwrite."""
+"""Patterns of the files that a run writes, and that a later run in its folder would overwrite."""
 
 
 class Lock:
-    """Held by the main rank for the whole run, so that no other run writes there; the kernel
-    releases it.
+    """Lock of an output folder. The main rank holds it during the run, so that no other run writes
+    there.
 
-    The file stays. It names the holder.
+    The file ``.lock`` stays after the run. It names the process that holds the lock, or held it
+    last.
     """
 
-    _file: IO[str] | None = None
+    # Open for the whole run: the kernel releases the lock when the process ends, even by a kill.
+    _file = None
 
     def acquire(self, folder: Path) -> None:
         """Lock an existing folder, unless this object holds the lock already; ConfigError if
         another run holds it."""
         if self._file is not None:
             return
+        # Mode "a+", since "w" would delete the name of the holder before the lock is ours.
         file = open(folder / ".lock", "a+", encoding="utf-8")  # noqa: SIM115
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -56,7 +65,8 @@ class Lock:
             raise ConfigError(
                 f"output_dir={folder} is in use by another run (process {holder})"
             ) from None
-        except OSError as error:  # a network file system without locks
+        # A network file system without locks must not prevent a run.
+        except OSError as error:
             print(f"warning: {folder} cannot be locked ({error}): start no second run there")
         file.truncate(0)
         file.write(f"{os.getpid()}\n{socket.gethostname()}\n")
@@ -64,64 +74,76 @@ class Lock:
         self._file = file
 
     def release(self) -> None:
+        """Let another run of the same program use the folder, after the end of this one."""
         if self._file is not None:
             self._file.close()
 
 
 @dataclass(frozen=True)
 class StartPoint:
+    """The checkpoint that a run starts from, and what it must know of the earlier run."""
+
     checkpoint: Path | None
-    """None: from scratch, at step 0."""
+    """Folder of the checkpoint. None: the run starts from scratch, at step 0."""
     facts: dict[str, Any]
-    """The facts that each checkpoint of the run keeps for the next start: ``origin``, the folder,
-    or for ``never`` the launch of torchrun, that ``checkpoint.resume`` began from; ``content``, the
-    digests of rows and files by name."""
+    """Facts that each checkpoint of the run saves for the next start. ``origin``: the folder that
+    ``checkpoint.resume`` names, or for ``never`` the launch of torchrun. ``content``: the digests
+    of rows and files by name."""
     state: dict[str, Any]
-    """The checkpoint's state (``trainer/state.json``); empty from scratch."""
+    """State of the checkpoint (``trainer/state.json``); empty from scratch."""
     changes: list[tuple[str, Any, Any]]
-    """``(key, old, new)`` of what differs from the checkpoint's run and
+    """``(key, old, new)`` of each difference from the checkpoint's run that
     ``checkpoint.accept_changes`` accepts."""
 
 
 def find_checkpoint(config: Config, lock: Lock) -> tuple[Path | None, str | None]:
-    """The checkpoint to continue from (None: from scratch) and the origin; locks ``output_dir`` if
-    it exists.
+    """Return the checkpoint to continue from (None: from scratch) and the origin of the run; lock
+    ``output_dir`` if it exists.
 
-    A command that names a checkpoint folder starts from it once: the same command, started again
-    after an interruption, continues its own run instead. The same holds for ``never`` when torchrun
-    restarts its processes.
+    ``checkpoint.resume=FOLDER`` starts from that checkpoint once. The same command, started again
+    after an interruption, continues the run that it started. ``checkpoint.resume=never`` continues
+    in the same way when torchrun restarts its processes.
 
-    ConfigError if that folder is not a valid checkpoint, or ``output_dir`` is in use.
+    Raises:
+        ConfigError: if that folder is not a valid checkpoint, or ``output_dir`` is in use or cannot
+            be written.
     """
     output = Path(config.output_dir)
     resume = config.checkpoint.resume
+    # The folder is created later, when all cheap checks have passed. A folder that cannot be
+    # created is refused now, before models are loaded.
     existing = next(path for path in (output, *output.absolute().parents) if path.exists())
     if not os.access(existing, os.W_OK | os.X_OK):
         raise ConfigError(f"output_dir={output}: {existing} is no folder, or cannot be written")
+    # Locked before recover(), which would delete the checkpoint that another run is writing.
     if output.is_dir():
         lock.acquire(output)
-        checkpoint.recover(output)
-    newest = checkpoint.find_newest_valid(output)
+        recover(output)
+    newest = find_newest_valid(output)
     if resume == "auto":
-        if not newest and checkpoint.list_checkpoints(output):
+        # Starting from scratch would silently lose the run.
+        if not newest and list_checkpoints(output):
             raise ConfigError(
                 f"no checkpoint in {output} is valid: checkpoint.resume=never starts anew"
             )
         return newest, None
 
     start = None
+    origin = None
     if resume == "never":
         launch = os.environ.get("TORCHELASTIC_RUN_ID")
-        origin = launch and f"torchrun {launch}, process {os.getppid()}"
+        # Launches may share an id (--rdzv-id), but not torchrun's process, which restarts ranks.
+        if launch:
+            origin = f"torchrun {launch}, process {os.getppid()}"
     else:
         start = Path(resume).resolve()
         origin = str(start)
-    if newest and origin and checkpoint.read_state(newest)["origin"] == origin:
+    if newest and origin and read_state(newest)["origin"] == origin:
         return newest, origin
-    broken = start and checkpoint.why_invalid(start)
-    if broken:
+    problem = start and why_invalid(start)
+    if problem:
         raise ConfigError(
-            f"checkpoint.resume={broken}; use auto, never, or a whole checkpoint folder"
+            f"checkpoint.resume={problem}; use auto, never, or a whole checkpoint folder"
         )
     return start, origin
 
@@ -133,39 +155,47 @@ def content_digests(
     reference_path: str | None,
     user_files: dict[str, str],
 ) -> dict[str, str]:
-    """Digests of what a continued run reads again: files of models and rewards; commits of models
-    of the Hub.
+    """Return digests of the files that a continued run reads again, by name: models, and code of
+    the user. The digest of a model of the Hub is its commit.
 
-    Args: model_path: the folder or Hub id that ``model.name_or_path`` stands for. rewards: its
-        functions are loaded; Python objects have no digest. reference_path: what
-        ``model.reference`` stands for; None if the reference is the model of the start. user_files:
-        source files of tools, environments, loss and advantages, by their names in messages.
+    Args:
+        model_path: folder or Hub id of ``model.name_or_path``.
+        rewards: with loaded functions. Functions that a program passes have no digest.
+        reference_path: folder or Hub id of ``model.reference``; None if the reference is the model
+            that training starts from.
+        user_files: source files of tools, environments, loss and advantages, by their names in
+            messages.
     """
-    models = {config.model.adapter: config.model.adapter}
-    models[config.model.name_or_path] = model_path
-    models[config.model.reference] = reference_path
-    found = {}
-    for name, path in models.items():
+    # By the names in the configuration: paths differ between machines.
+    model = config.model
+    model_paths = {
+        model.adapter: model.adapter,
+        model.name_or_path: model_path,
+        model.reference: reference_path,
+    }
+    digests = {}
+    for name, path in model_paths.items():
         if path is not None:
-            found |= model_digests(name, path, with_weights=True)
+            digests |= model_digests(name, path, with_weights=True)
     for name, path in (rewards.source_files | user_files).items():
-        found[name] = digest(path)
-    return found
+        digests[name] = digest(path)
+    return digests
 
 
-def read_start_point(
-    config: Config,
-    folder: Path | None,
-    facts: dict[str, Any],
-) -> StartPoint:
-    """Read the checkpoint's state; ConfigError lists what differs, unless
-    ``checkpoint.accept_changes``."""
+def read_start_point(config: Config, folder: Path | None, facts: dict[str, Any]) -> StartPoint:
+    """Read the state of the checkpoint in ``folder``; None: start from scratch.
+
+    Raises:
+        ConfigError: with the settings and files that differ from the checkpoint's, unless
+            ``checkpoint.accept_changes``.
+    """
     if folder is None:
         return StartPoint(None, facts, {}, [])
+    # First, because no accept_changes makes weights of one kind fit the other.
     if is_adapter(folder) != config.uses_lora:
         kind = "all weights" if config.uses_lora else "a LoRA adapter"
         raise ConfigError(f"{folder} holds {kind}, unlike this run: set lora.rank as it was")
-    state = checkpoint.read_state(folder)
+    state = read_state(folder)
     changes = _differences(config, state, facts["content"])
     if changes and not config.checkpoint.accept_changes:
         listed = "; ".join(f"{key}: checkpoint {old!r}, now {new!r}" for key, old, new in changes)
@@ -174,15 +204,16 @@ def read_start_point(
             "use another output_dir, the old values, or checkpoint.accept_changes=true"
         )
     if not is_inside(folder, config):
-        # A branch of a run in another folder: that run's wandb run and best checkpoint are not
-        # continued.
+        # A branch of a run in another folder. The earlier run keeps its wandb run and its best
+        # checkpoint, which this run could neither continue nor delete.
         state = state | {"best": None, "wandb_run_id": None}
+    # Continued with `auto`, a run still is the one that an earlier command has started.
     facts["origin"] = facts["origin"] or state["origin"]
     return StartPoint(folder, facts, state, changes)
 
 
 def is_inside(folder: Path, config: Config) -> bool:
-    """True if a checkpoint lies in the run's own folder."""
+    """True if the checkpoint in ``folder`` lies in the output folder of this run."""
     return folder.parent.resolve() == Path(config.output_dir).resolve()
 
 
@@ -191,47 +222,49 @@ def _differences(
     state: dict[str, Any],
     content: dict[str, str],
 ) -> list[tuple[str, Any, Any]]:
-    """``(key, old, new)`` for each setting, and each content of rows or a file, that must not
-    change and does."""
-    before = flat(state["config"])
-    now = settings_except("may change when a run continues", config)
+    """Return ``(key, old, new)`` for each setting, and for the content of rows and files, that must
+    not change and does."""
+    old_values = flat(state["config"])
+    new_values = settings_except("may change when a run continues", config)
     for name in sorted(state["content"].keys() | content.keys()):
         key = f"content of {name}"
-        before[key] = state["content"].get(name, "missing")[:12]
-        now[key] = content.get(name, "missing")[:12]
+        # Twelve digits tell two digests apart, and fit into a message.
+        old_values[key] = state["content"].get(name, "missing")[:12]
+        new_values[key] = content.get(name, "missing")[:12]
     changes = []
-    for key, value in now.items():
-        old = before.get(key, "missing")
-        if old != value:
-            changes.append((key, old, value))
+    for key, new in new_values.items():
+        # A key that is newer than the checkpoint counts as changed: its default may not be neutral.
+        old = old_values.get(key, "missing")
+        if old != new:
+            changes.append((key, old, new))
     return changes
 
 
-def start_output(
-    config: Config,
-    start_checkpoint: Path | None,
-    lock: Lock,
-) -> None:
-    """Create and lock ``output_dir``, write the configuration, move aside what this run does not
-    continue."""
+def start_output(config: Config, start_checkpoint: Path | None, lock: Lock) -> None:
+    """Create and lock ``output_dir``, move aside the files that this run does not continue, and
+    write the configuration."""
     output = Path(config.output_dir)
     output.mkdir(parents=True, exist_ok=True)
     lock.acquire(output)
+    not_continued = []
     if start_checkpoint is not None and is_inside(start_checkpoint, config):
-        # Later checkpoints are broken or of steps that this run computes again: `auto` must not
-        # choose them.
-        start_step = checkpoint.read_state(start_checkpoint)["step"]
-        not_continued = [
-            folder for step, folder in checkpoint.list_checkpoints(output) if step > start_step
-        ]
+        # Later checkpoints are broken, or of steps that this run computes again. The next start
+        # with `auto` must not continue from them.
+        start_step = read_state(start_checkpoint)["step"]
+        for step, folder in list_checkpoints(output):
+            if step > start_step:
+                not_continued.append(folder)
     else:
-        not_continued = [path for pattern in OF_A_RUN for path in output.glob(pattern)]
+        for pattern in RUN_FILE_PATTERNS:
+            not_continued += output.glob(pattern)
+    # Moved, not deleted: they may be the result of days of training.
     if not_continued:
-        aside = output / f"previous-{1 + len(list(output.glob('previous-*')))}"
+        earlier = list(output.glob("previous-*"))
+        aside = output / f"previous-{len(earlier) + 1}"
         aside.mkdir()
         for path in not_continued:
             shutil.move(path, aside / path.name)
         print(f"an earlier run in {output} was moved to {aside}")
-    resolved = yaml.safe_dump(config.for_saving(), sort_keys=False, allow_unicode=True)
-    resolved = resolved.replace("\ngiven:", f"\n{ABOUT_GIVEN}\ngiven:")
-    write_atomically(output / "config.yaml", resolved)
+    text = yaml.safe_dump(config.for_saving(), sort_keys=False, allow_unicode=True)
+    text = text.replace("\ngiven:", f"\n{COMMENT_ON_ENTRY_GIVEN}\ngiven:")
+    write_atomically(output / "config.yaml", text)

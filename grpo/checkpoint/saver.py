@@ -1,4 +1,4 @@
-"""Writes a run's state to disk: on schedule, on request, or after a failure."""
+"""Write the state of a run to disk: on schedule, on request, or after a failure."""
 
 import dataclasses
 import math
@@ -15,37 +15,43 @@ from grpo.telemetry.reporter import Reporter
 
 @dataclass
 class Progress:
-    """The progress of a run: all that a checkpoint must save beside weights, optimizer and
-    reference."""
+    """Progress of a run: the values that a checkpoint must save beside weights, optimizer and
+    reference. Their names are those in ``trainer/state.json``."""
 
     step: int = 0
-    """Steps that are complete."""
+    """Number of complete steps."""
     num_tokens: int = 0
-    """Prompt and completion tokens seen so far, over all ranks."""
+    """Prompt and completion tokens of all steps, summed over ranks."""
     skipped_in_a_row: int = 0
-    """Optimizer updates left out in a row because a gradient was not finite."""
+    """Optimizer updates that were skipped in a row because a gradient was not finite."""
     before: dict[str, float] | None = None
     """Metrics of the evaluation before training."""
     best: dict[str, Any] | None = None
     """``{"step", "value"}`` of the best evaluation by ``checkpoint.keep_best``."""
     line: dict[str, Any] | None = None
-    """Metrics of the newest step, which ``metrics.jsonl`` may lack: its disk may have been full."""
+    """Metrics of the newest step. ``metrics.jsonl`` may lack them, if the disk was full."""
     evaluated_step: int | None = None
-    """The step of the newest complete evaluation."""
+    """Step of the newest complete evaluation."""
     tokens_per_microbatch: int | None = None
-    """A dry run's choice where the default of ``optim.tokens_per_microbatch`` does not fit in
-    memory; else None."""
+    """Lower limit that the dry run chose because the default of ``optim.tokens_per_microbatch``
+    does not fit in memory; else None."""
     tokens_in_flight: int | None = None
-    """The same for ``rollout.tokens_in_flight``."""
+    """Lower limit that the dry run chose because the default of ``rollout.tokens_in_flight`` does
+    not fit in memory; else None."""
+    # Without an annotation it is no field of the dataclass, so it is not saved.
     mid_update = False
-    """True from the first change of the weights to the end of the step, between two states. Not
-    saved."""
+    """True from the first change of the weights in a step to its end. The weights then belong to no
+    step that could be saved."""
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> "Progress":
-        """The progress saved in a checkpoint's state; that of a new run from an empty state."""
+        """Return the progress that a checkpoint's state holds; for an empty state that of a new
+        run."""
+        if not state:
+            return cls()
+        # The state holds facts of the run as well, such as its configuration.
         names = [field.name for field in dataclasses.fields(cls)]
-        return cls(**{name: state[name] for name in names if state})
+        return cls(**{name: state[name] for name in names})
 
     def complete_step(self, line: dict[str, Any]) -> None:
         """Record that all updates of a step are done."""
@@ -56,19 +62,19 @@ class Progress:
 
 
 def how_to_continue(config: Config) -> str:
-    """The last words of a message about a checkpoint: the command (or call of ``train``) that
-    continues the run."""
+    """Return the end of a message about a checkpoint: how the user continues the run."""
+    # The same command with `never` would start anew.
     setting = " with checkpoint.resume=auto" if config.checkpoint.resume == "never" else ""
     return f"the same command or call{setting} continues from there"
 
 
 @dataclass
 class Saver:
-    """Writes checkpoints of one run, always of a complete step: never while ``progress.mid_update``
-    is true.
+    """Writer of the checkpoints of a run. A checkpoint is always of a complete step, never from the
+    middle of an update.
 
-    The main rank has the whole state and writes alone, maybe in a thread. Under FSDP all ranks
-    write together."""
+    Under DDP the main rank has the full state and writes alone. Under FSDP all ranks write
+    together."""
 
     config: Config
     world: World
@@ -77,40 +83,48 @@ class Saver:
     progress: Progress
     max_steps: int
     facts: dict[str, Any]
-    """Facts for JSON that a continued run is compared with: digests of files, origin."""
+    """Facts that a continued run is compared with (``StartPoint.facts``)."""
 
     def __post_init__(self) -> None:
         self.saved_step = self.progress.step
-        """The step of the newest checkpoint, or of the start."""
+        """Step of the newest checkpoint, or of the start."""
+        # Under FSDP saving is a collective, which no rank can do alone after a failure.
         self.is_collective = (
             self.config.runtime.parallel == "fsdp" and not self.world.is_single_process
         )
 
     def save_if_due(self, evaluation: dict[str, float]) -> None:
-        """Save at the last step, every ``save_steps`` steps, or after the best evaluation so
-        far."""
+        """Save at the last step, every ``save_steps`` steps, and after the best evaluation so far.
+
+        Args:
+            evaluation: metrics of the evaluation at this step; empty if there was none.
+        """
         settings = self.config.checkpoint
-        step = self.progress.step
-        best = self.progress.best
+        progress = self.progress
+        step = progress.step
+        best = progress.best
+        # NaN if the evaluation has no such metric: no comparison with it is true.
         value = evaluation.get(settings.keep_best, math.nan)
         is_best = value > (best["value"] if best else -math.inf)
         if is_best:
-            self.progress.best = {"step": step, "value": value}
+            progress.best = {"step": step, "value": value}
         is_regular = step % (settings.save_steps or self.max_steps) == 0
         if is_best or is_regular or step == self.max_steps:
             self.save()
 
     def save(self, folder: Path | None = None) -> None:
-        """Write a checkpoint of the newest complete step; it raises on all ranks if it fails on
-        one.
+        """Write a checkpoint of the newest complete step. All ranks call it, and an error on one
+        rank is raised on all.
 
         Args:
-            folder: default ``output_dir``.
+            folder: folder in place of ``output_dir``.
         """
+        # A debug run shows whether everything works, and leaves nothing that a run could continue.
         if self.config.debug:
             return
         with self.world.timed("save", {}):
             if self.is_collective:
+                # It has votes of its own, and fail_together() may hold no collective.
                 self._write(folder)
             else:
                 with self.world.fail_together():
@@ -119,13 +133,13 @@ class Saver:
         self.saved_step = self.progress.step
 
     def save_newest(self) -> None:
-        """Write the newest complete step if the disk lacks it."""
+        """Write a checkpoint of the newest complete step, unless it is on disk already."""
         if self.progress.step > self.saved_step:
             self.save()
 
     def try_saving(self) -> None:
-        """Save before the first step and delete it: what cannot be saved, or a full disk, shows
-        now."""
+        """Save a checkpoint before the first step, and delete it: a model that cannot be saved, or
+        a full disk, must not show after hours of training."""
         trial = Path(self.config.output_dir, ".partial-checkpoint-trial")
         try:
             self.save(trial)
@@ -134,14 +148,18 @@ class Saver:
                 shutil.rmtree(trial, ignore_errors=True)
 
     def rescue(self) -> str | None:
-        """After a failure, on the main rank without the others: save the newest complete step; a
-        note on it."""
+        """Save the newest complete step after a failure, and return a note on it for the user.
+
+        Only the main rank saves, without the others, which may hang or have ended."""
         step = self.progress.step
         if self.config.debug or not self.world.is_main or step == self.saved_step:
             return None
         how = how_to_continue(self.config)
         if self.is_collective or self.progress.mid_update:
-            return f"step {step} cannot be saved by one rank or amid an update; checkpoint-{self.saved_step}: {how}"
+            return (
+                f"step {step} cannot be saved by one rank or amid an update; "
+                f"checkpoint-{self.saved_step}: {how}"
+            )
         self._write(None)
         return f"saved checkpoint-{step}: {how}"
 
@@ -150,6 +168,7 @@ class Saver:
         state = dataclasses.asdict(progress) | self.facts
         state["wandb_run_id"] = self.reporter.wandb_run_id
         state["config"] = self.config.for_saving()
+        # Under DDP the other ranks do not save: a vote in save_checkpoint() would wait for them.
         checkpoint.save_checkpoint(
             folder or self.config.output_dir,
             progress.step,

@@ -1,11 +1,11 @@
 """Ranks: starting them, sums and votes over them, DDP, FSDP2. The only package that imports
 ``torch.distributed``.
 
-Everything works the same under torchrun on GPUs (NCCL), under torchrun on the CPU (gloo), and in a
-single process.
+All functions work under torchrun on GPUs (NCCL), under torchrun on the CPU (gloo), and in a single
+process.
 """
 
-# ruff: noqa: F401, names for other rooms
+# ruff: noqa: F401, these names are for other packages
 
 from grpo.distributed.launch import (
     available_cores,

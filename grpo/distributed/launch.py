@@ -1,4 +1,4 @@
-"""Starting a rank: torchrun's environment, device, CPU threads, process group."""
+"""Start of a rank: torchrun's environment, device, CPU threads, process group."""
 
 from __future__ import annotations
 
@@ -19,17 +19,21 @@ if TYPE_CHECKING:  # sampling and scoring import this module, and do without pyd
     from grpo.config import RuntimeConfig
 
 
-_NUMBERS = itertools.count()
-"""Of the process groups that this process joins: all ranks count alike."""
+_PROCESS_GROUP_NUMBERS = itertools.count()
+"""Numbers of the process groups that this process joins one after another. All ranks join the same
+groups, so they agree on the numbers."""
 
 
 def start_world(runtime: RuntimeConfig) -> World:
-    """Read torchrun's environment, choose the device, share the CPU cores among local ranks, join
-    the process group.
+    """Read torchrun's environment, choose the device, divide the CPU cores among the ranks of this
+    machine, and join the process group.
+
+    Without torchrun the world is this process alone, without a process group.
 
     Raises:
-        ValueError: if this rank has no device. PyTorch's own error, if the other ranks do not start
-            within ``runtime.timeout_s`` seconds.
+        ValueError: if this rank has no device.
+        RuntimeError: by PyTorch, if the other ranks do not start within ``runtime.timeout_s``
+            seconds.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         # Ranks would train on, or wait forever, when torchrun is killed.
@@ -38,24 +42,28 @@ def start_world(runtime: RuntimeConfig) -> World:
     device = _choose_device(runtime.device, local_rank, local_size)
     set_cpu_threads(runtime, local_size)
     if runtime.deterministic:
+        # cuBLAS is deterministic only with a workspace of fixed size. It reads this variable when
+        # it starts, so it must be set before the first CUDA operation.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    keeps_collectives = False
+
+    always_communicates = False
     if "RANK" in os.environ:
-        keeps_collectives = "GRPO_TEST_COLLECTIVES" in os.environ
+        always_communicates = "GRPO_TEST_COLLECTIVES" in os.environ
         timeout = timedelta(seconds=runtime.timeout_s)
-        # torchrun opens its store before it starts ranks: one that does not answer was killed.
-        is_open = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        patience = timedelta(seconds=30) if is_open else timeout
-        store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=patience))
+        # torchrun opens its store before it starts ranks: a store that does not answer at once
+        # belongs to a torchrun that was killed.
+        store_is_open = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        connect_timeout = timedelta(seconds=30) if store_is_open else timeout
+        store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=connect_timeout))
         store.set_timeout(timeout)
-        # torchrun's store still holds what processes before a restart (--max-restarts) wrote, and
-        # what an earlier run of this process did.
+        # torchrun's store still holds the entries of processes before a restart (--max-restarts),
+        # and of an earlier run of this process. A prefix keeps them apart.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        prefix = f"grpo/{attempt}/{next(_NUMBERS)}"
+        prefix = f"grpo/{attempt}/{next(_PROCESS_GROUP_NUMBERS)}"
         backend = "nccl" if device.type == "cuda" else "gloo"
         if backend == "nccl" and runtime.offload == "all":
-            # The gradient's norm is then summed in host memory.
+            # The gradients lie in host memory, where NCCL cannot sum their norms.
             backend = "cpu:gloo,cuda:nccl"
         # Return when all ranks have connected: gloo prints errors on a rank whose peer has ended
         # before, for example with a user error.
@@ -73,55 +81,65 @@ def start_world(runtime: RuntimeConfig) -> World:
         size,
         local_rank,
         device,
-        keeps_collectives,
+        always_communicates,
         num_machines=max(size // local_size, 1),
     )
 
 
 def set_cpu_threads(runtime: RuntimeConfig, local_size: int = 1) -> None:
-    """Set the CPU threads of this process: ``runtime.threads_per_rank``, else ``OMP_NUM_THREADS``,
-    else cores / ranks.
+    """Set the number of CPU threads of this process: ``runtime.threads_per_rank``, else
+    ``OMP_NUM_THREADS``, else the cores of this machine divided by its ranks.
 
     With several ranks ``OMP_NUM_THREADS=1`` does not count: torchrun sets it if the user has not.
     """
-    from_user = os.environ.get("OMP_NUM_THREADS")  # PyTorch has read it
+    omp_num_threads = os.environ.get("OMP_NUM_THREADS")
+    is_from_torchrun = local_size > 1 and omp_num_threads == "1"
     if runtime.threads_per_rank:
         torch.set_num_threads(runtime.threads_per_rank)
-    elif not from_user or (local_size > 1 and from_user == "1"):
+    # A number that the user set is in force already: PyTorch reads the variable on import.
+    elif not omp_num_threads or is_from_torchrun:
         # Ranks that each start as many threads as there are cores are 80 times slower (measured on
         # two cores).
         torch.set_num_threads(max(available_cores() // local_size, 1))
 
 
 def launch_environment() -> tuple[int, int, int, int]:
-    """``(rank, world size, local rank, local world size)`` from torchrun's variables; without them
-    ``(0, 1, 0, 1)``."""
+    """Return ``(rank, world size, local rank, local world size)`` from torchrun's environment
+    variables, ``(0, 1, 0, 1)`` without them."""
     rank = int(os.environ.get("RANK", 0))
     size = int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    # Launchers other than torchrun may not set it.
+    # Launchers other than torchrun may not set it. A local rank of 3 means 4 ranks at least.
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     return rank, size, local_rank, max(local_size, local_rank + 1)
 
 
 def available_cores() -> int:
-    """Cores this process may use: a container's CPU set is often smaller than the machine."""
+    """Return the number of CPU cores that this process may use."""
+    # The CPU set of a container is often smaller than the machine. macOS has no CPU sets.
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
-def _choose_device(wanted: str, local_rank: int, local_size: int) -> torch.device:
-    """A rank's own GPU, or the CPU where there are no GPUs; ``wanted`` is ``runtime.device``."""
-    if wanted == "cpu":
+def _choose_device(setting: str, local_rank: int, local_size: int) -> torch.device:
+    """Return the GPU of this rank, or the CPU where there are no GPUs.
+
+    Args:
+        setting: ``runtime.device``.
+    """
+    if setting == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
+        # A machine with NVIDIA's driver has GPUs. A PyTorch that cannot use them would silently
+        # train on the CPU, with one rank per GPU.
+        has_driver = shutil.which("nvidia-smi") is not None
         is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1")
-        # Where NVIDIA's driver is, ranks must not become CPU ranks, one for each GPU.
-        if wanted == "cuda" or (shutil.which("nvidia-smi") and not is_hidden):
+        if setting == "cuda" or (has_driver and not is_hidden):
             raise ValueError(
-                f"PyTorch {torch.__version__} (for CUDA {torch.version.cuda}) cannot use a GPU of this machine: "
-                "install a PyTorch for the CUDA version that `nvidia-smi` prints, or set runtime.device=cpu"
+                f"PyTorch {torch.__version__} (for CUDA {torch.version.cuda}) "
+                "cannot use a GPU of this machine: install a PyTorch for the CUDA version "
+                "that `nvidia-smi` prints, or set runtime.device=cpu"
             )
         return torch.device("cpu")
     count = torch.cuda.device_count()
@@ -130,5 +148,6 @@ def _choose_device(wanted: str, local_rank: int, local_size: int) -> torch.devic
             f"{local_size} processes, but {count} CUDA devices here: use --nproc_per_node={count}"
         )
     device = torch.device("cuda", local_rank)
+    # Otherwise NCCL and plain "cuda" tensors of every rank would use GPU 0.
     torch.cuda.set_device(device)
     return device

@@ -1,9 +1,10 @@
-"""Data parallelism: DDP averages the gradients of whole models, FSDP2 those of sharded ones.
+"""Data parallelism: DDP averages the gradients of replicated models, FSDP2 of sharded models.
 
-Under FSDP2 every rank holds a share of each weight, gradient and Adam average, and each decoder
-layer is gathered while it computes. What is in no layer (embedding, last norm, head) is the root
-group: it is gathered from the start of a forward pass to the end of its backward pass. Weights,
-gradients and their reduction are in fp32, and bf16 is autocast's, as under DDP.
+Under FSDP2 every rank holds a shard of each weight, gradient and Adam average. The weights of a
+decoder layer are gathered while the layer computes. Parameters outside any layer (embedding, last
+norm, head) are the root group, which is gathered from the start of a forward pass to the end of its
+backward pass. Weights, gradients and their reduction are in fp32, and autocast computes in bf16, as
+under DDP.
 """
 
 from __future__ import annotations
@@ -35,40 +36,44 @@ def wrap_data_parallel(
     world: World,
     any_forward: Callable[[nn.Module], torch.Tensor],
 ) -> nn.Module:
-    """Wrap ``module`` in DDP and fix the order of its gradient buckets. FSDP and a rank that is
-    alone need no wrapper.
+    """Wrap ``module`` in DDP, and fix the order of its gradient buckets.
 
-    DDP rebuilds its buckets after the first backward, in the order in which gradients arrived.
-    Another order of buckets is another order of summation, so a resumed run would differ in the
-    last bits from one that was not interrupted (visible from three ranks on). Two dummy backwards
-    make DDP rebuild its buckets before training starts. ``any_forward`` returns any scalar that
-    depends on all parameters.
+    Args:
+        any_forward: function from the wrapped module to a scalar that depends on all parameters.
+
+    Returns:
+        The wrapped module. A sharded module, and the module of a single process, is returned as it
+        is.
     """
     if world.is_single_process or is_sharded(module):
         return module
-    # The argument that keeps a forward pass from sending buffers has another name from torch 2.13
-    # on.
-    known = inspect.signature(DistributedDataParallel).parameters
-    sync_buffers = (
-        "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
-    )
+    # Buffers are equal on all ranks, and sending them in each forward pass would cost time. The
+    # argument that prevents it has another name from torch 2.13 on.
+    sync_buffers = "broadcast_buffers"
+    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters:
+        sync_buffers = "forward_sync_buffers"
     wrapped = DistributedDataParallel(
         module,
         device_ids=[world.device] if world.device.type == "cuda" else None,
         gradient_as_bucket_view=True,
         **{sync_buffers: False},
     )
+    # DDP rebuilds its buckets after the first backward, in the order in which gradients arrived.
+    # Another order of buckets is another order of summation, so a resumed run would differ in the
+    # last bits from one that was not interrupted (visible from three ranks on). Two dummy backwards
+    # make DDP rebuild its buckets before training starts.
     for _ in range(2):
         (any_forward(wrapped) * 0.0).backward()
-    wrapped.zero_grad(set_to_none=False)  # the gradients stay views of the buckets
+    # The gradients stay views of the buckets. Set to None, they would be allocated a second time.
+    wrapped.zero_grad(set_to_none=False)
     return wrapped
 
 
 def gradient_sync(module: nn.Module, *, enabled: bool) -> contextlib.AbstractContextManager:
-    """Average the gradients over ranks in this backward pass only if ``enabled``: for an update's
-    last micro-batch.
+    """Return a context whose backward pass averages the gradients over ranks only if ``enabled``.
 
-    Earlier micro-batches add up their gradients on each rank, so every update averages once.
+    It is enabled for the last micro-batch of an update alone. Gradients of earlier micro-batches
+    are added up on each rank, so that every update communicates once.
     """
     if is_sharded(module):
         module.set_requires_gradient_sync(enabled)
@@ -86,23 +91,25 @@ def shard(
     shard_size: int | None = None,
     to_host: bool = False,
 ) -> None:
-    """Shard a module whose parameters are on the meta device, in place, and fill it with rank 0's
-    ``weights``.
+    """Shard a module in place (FSDP2), and fill it with the ``weights`` of rank 0. All ranks call
+    it together.
 
     Args:
-        layers: parts of ``root``, whose weights are freed after each forward pass;
-            :func:`reshard` frees the others.
-        shard_size: so many neighbouring ranks share one copy, which the others replicate (HSDP);
-            None: all ranks.
-        to_host: weights, gradients and Adam's averages lie in host memory; a layer goes to the GPU
-            when it computes.
+        root: module whose parameters are on the meta device.
+        layers: modules in ``root`` whose full weights are freed after each forward pass;
+            :func:`reshard` frees the full weights of the others.
+        weights: state dict of ``root`` on rank 0; empty on the other ranks.
+        shard_size: number of neighbouring ranks that share one copy of the model; the other ranks
+            hold replicas of it (HSDP). Default: all ranks share one copy.
+        to_host: keep weights, gradients and Adam's averages in host memory. A layer is copied to
+            the GPU when it computes.
     """
-    kind = world.device.type
+    device_type = world.device.type
     if shard_size is None or shard_size >= world.size:
-        mesh = init_device_mesh(kind, (world.size,))
+        mesh = init_device_mesh(device_type, (world.size,))
     else:
         mesh = init_device_mesh(
-            kind,
+            device_type,
             (world.size // shard_size, shard_size),
             mesh_dim_names=("replicate", "shard"),
         )
@@ -111,16 +118,18 @@ def shard(
         policy = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
     for layer in layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=True, offload_policy=policy)
+    # A method that FSDP treats as a forward pass: the root group is gathered while it runs.
     root.compute_inside = lambda compute: compute()
     fully_shard(root, mesh=mesh, reshard_after_forward=False, offload_policy=policy)
     register_fsdp_forward_method(root, "compute_inside")
 
-    # Buffers are not sharded, and keep their values.
+    # Parameters get memory here, and their values below. Buffers are no part of a state dict if
+    # they are not persistent, and to_empty() would lose their values.
     buffers = list(root.named_buffers(remove_duplicate=False))
     root.to_empty(device="cpu" if to_host else world.device)
     for name, buffer in buffers:
-        owner, _, own_name = name.rpartition(".")
-        root.get_submodule(owner)._buffers[own_name] = buffer.to(world.device)
+        module_name, _, buffer_name = name.rpartition(".")
+        root.get_submodule(module_name)._buffers[buffer_name] = buffer.to(world.device)
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(root, weights, options=options)
 
@@ -130,20 +139,21 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def compute_inside(root: nn.Module, compute: Callable[[], Any]) -> Any:
-    """``compute()`` inside the root's forward pass, where any of its modules can be called, by all
-    ranks alike."""
+    """Return ``compute()``, called inside a forward pass of ``root``, where any of its modules can
+    be called. All ranks call it together."""
     if not is_sharded(root):
         return compute()
     try:
         return root.compute_inside(compute)
     finally:
+        # No backward pass follows that would free the root group.
         root.reshard()
 
 
 @contextlib.contextmanager
 def gathered(module: nn.Module) -> Iterator[None]:
-    """Inside the block a layer or root group has its own weights whole; plain modules have them
-    always."""
+    """Gather the full weights of a layer or of the root group for the block. Modules that are not
+    sharded have theirs always."""
     if is_sharded(module):
         module.unshard()
     try:
@@ -153,16 +163,18 @@ def gathered(module: nn.Module) -> Iterator[None]:
 
 
 def reshard(root: nn.Module) -> None:
-    """Free the root group's whole weights, which a pass without gradient leaves in memory."""
+    """Free the full weights of the root group, which a pass without gradient leaves in memory."""
     if is_sharded(root):
         root.reshard()
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole of a sharded tensor, gathered from all ranks; a plain tensor as it is."""
+    """Return the full tensor of a sharded one, gathered from all ranks, and a plain tensor as it
+    is."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def local_shard(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's share of a sharded tensor, which may be empty; a plain tensor as it is."""
+    """Return this rank's shard of a sharded tensor, which may be empty, and a plain tensor as it
+    is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

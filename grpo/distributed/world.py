@@ -1,4 +1,4 @@
-"""One process among the ranks of a run: its number and device, sums and votes over all ranks, its
+"""One process among the ranks of a run: its rank and device, sums and votes over all ranks, its
 end."""
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch import Tensor
 
 
 class OtherRankFailed(RuntimeError):
-    """Another rank failed; the message is the first failing rank's."""
+    """Another rank failed. The message is that of the first rank that failed."""
 
 
 class Interrupted(BaseException):
-    """A signal asked the run to stop. Like KeyboardInterrupt, no ``except Exception`` may catch
-    it."""
+    """A signal asked the run to stop. Like KeyboardInterrupt, it is no ``Exception``, so that code
+    of users and libraries does not catch it."""
 
 
 @dataclass
@@ -30,19 +30,22 @@ class World:
     """This process among the ranks of the run."""
 
     rank: int
+    """Number of this rank, from 0."""
     size: int
+    """Number of ranks."""
     local_rank: int
+    """Number of this rank among those of its machine."""
     device: torch.device
     num_machines: int = field(default=1, kw_only=True)
-    """Machines of this launch."""
-    keeps_collectives: bool = False
-    """With one rank, communicate as with several (tests only: ``GRPO_TEST_COLLECTIVES=1`` under
+    """Number of machines of this launch."""
+    always_communicates: bool = False
+    """True if one rank communicates as several do (tests only: ``GRPO_TEST_COLLECTIVES=1`` under
     torchrun)."""
     phase: str = field(default="start", compare=False)
-    """The part of a step that this rank is in, or the last complete one ("after update"), for error
+    """Part of a step that this rank is in, or the last complete one ("after update"), for error
     messages."""
     stop_signal: int | None = field(default=None, compare=False)
-    """The signal that asked this rank to stop (set by ``grpo.run.signals``)."""
+    """Signal that asked this rank to stop (set by ``grpo.run.signals``)."""
     may_interrupt: bool = field(default=False, compare=False)
     """True inside :meth:`interruptible`: a signal handler may raise :class:`Interrupted` now."""
 
@@ -53,63 +56,65 @@ class World:
     @property
     def is_single_process(self) -> bool:
         """True if there is no other rank, so that collectives and DDP are left out."""
-        return self.size == 1 and not self.keeps_collectives
+        return self.size == 1 and not self.always_communicates
 
     @contextlib.contextmanager
     def timed(self, phase: str, seconds: dict[str, float]) -> Iterator[None]:
-        """Set ``phase`` for the block, then to "after" it, and add the seconds that it took to
+        """Set :attr:`phase` for the block, and add the seconds that the block took to
         ``seconds[phase]``."""
         self.phase = phase
         start = time.perf_counter()
-        with torch.profiler.record_function(
-            phase
-        ):  # names the block in a profiler trace; free without a profiler
+        # Names the block in a profiler's trace, and is free without a profiler.
+        with torch.profiler.record_function(phase):
             yield
         # Not in a `finally`: after a failure the phase stays as it was, for the error message.
+        # Kernels run asynchronously, and their time would count for the next phase.
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         seconds[phase] = seconds.get(phase, 0.0) + time.perf_counter() - start
         self.phase = f"after {phase}"
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """Elementwise sum over ranks; a new tensor on the same device."""
+        """Return the elementwise sum over ranks, a new tensor on the same device."""
         return self._all_reduce(tensor, dist.ReduceOp.SUM)
 
     def max(self, tensor: Tensor) -> Tensor:
-        """Elementwise maximum over ranks; a new tensor on the same device."""
+        """Return the elementwise maximum over ranks, a new tensor on the same device."""
         return self._all_reduce(tensor, dist.ReduceOp.MAX)
 
     def all_true(self, local_value: bool) -> bool:
-        """A vote: True if ``local_value`` is true on every rank. All ranks get the same answer and
-        so take the same branch."""
-        return not bool(self.max(torch.tensor(0.0 if local_value else 1.0)))
+        """Vote: return True on all ranks if ``local_value`` is true on every rank, so that all take
+        the same branch."""
+        dissent = torch.tensor(0.0 if local_value else 1.0)
+        return not bool(self.max(dissent))
 
     def gather_rows(self, rows: Tensor) -> Tensor:
-        """``[n, ...]`` on each rank to ``[n * size, ...]`` on all; rank r holds the global rows r,
-        r + size, ... ."""
+        """Return the rows of all ranks, ``[n * size, ...]`` from ``[n, ...]`` on each rank, in
+        global order."""
         if self.is_single_process:
             return rows
         local_rows = rows.to(self.device).contiguous()
         parts = [torch.empty_like(local_rows) for _ in range(self.size)]
         dist.all_gather(parts, local_rows)
-        in_turn = torch.stack(parts, dim=1)
-        return in_turn.flatten(0, 1).to(rows.device)
+        # Rank r holds the global rows r, r + size, ...: the first rows of all ranks come first.
+        rows_by_rank = torch.stack(parts, dim=1)
+        return rows_by_rank.flatten(0, 1).to(rows.device)
 
     def local_rows(self, rows: Tensor) -> Tensor:
-        """This rank's share of global rows; the inverse of :meth:`gather_rows`."""
+        """Return this rank's rows of all global rows; the inverse of :meth:`gather_rows`."""
         return rows[self.rank :: self.size]
 
-    def gather_objects(self, thing: Any) -> list[Any]:
-        """One picklable object per rank, in rank order, on every rank."""
+    def gather_objects(self, local_object: Any) -> list[Any]:
+        """Return the picklable objects of all ranks, in rank order, on every rank."""
         if self.is_single_process:
-            return [thing]
-        things: list[Any] = [None] * self.size
-        dist.all_gather_object(things, thing)
-        return things
+            return [local_object]
+        objects: list[Any] = [None] * self.size
+        dist.all_gather_object(objects, local_object)
+        return objects
 
-    def from_main(self, thing: Any) -> Any:
-        """The main rank's picklable object, on every rank."""
-        return self.gather_objects(thing)[0]
+    def from_main(self, local_object: Any) -> Any:
+        """Return the picklable object of the main rank on every rank."""
+        return self.gather_objects(local_object)[0]
 
     @contextlib.contextmanager
     def fail_together(self) -> Iterator[None]:
@@ -117,11 +122,12 @@ class World:
         waits for the others.
 
         The block must not call a collective: a rank that fails before it would leave the others
-            waiting in it.
+        waiting in it.
 
         Raises:
             Interrupted: on all ranks, if a signal interrupted any of them.
-            OtherRankFailed: with the message of the first failing rank, which raises its own error.
+            OtherRankFailed: on the other ranks, with the message of the first rank that failed.
+                That rank raises its error.
         """
         error: BaseException | None = None
         try:
@@ -130,23 +136,27 @@ class World:
             error = caught
         if self.all_true(error is None):
             return
-        told = None
+        # A description, since not every exception can be pickled.
+        local_failure = None
         if error is not None:
-            told = (self.rank, isinstance(error, Interrupted), f"{type(error).__name__}: {error}")
-        failures = [failure for failure in self.gather_objects(told) if failure is not None]
+            is_interrupted = isinstance(error, Interrupted)
+            local_failure = (self.rank, is_interrupted, f"{type(error).__name__}: {error}")
+        failures = list(filter(None, self.gather_objects(local_failure)))
+        # A rank that was interrupted has not failed, and may have made another rank fail.
         if any(is_interrupted for _, is_interrupted, _ in failures):
             raise Interrupted
-        first, _, message = failures[0]
-        if first == self.rank:
+        first_rank, _, message = failures[0]
+        if first_rank == self.rank:
             raise error
-        raise OtherRankFailed(f"rank {first}: {message}")
+        raise OtherRankFailed(f"rank {first_rank}: {message}")
 
     @contextlib.contextmanager
     def interruptible(self) -> Iterator[None]:
-        """A block, inside :meth:`fail_together`, that a stop signal ends at once with
-        :class:`Interrupted`."""
+        """Let a stop signal end the block at once with :class:`Interrupted`. The block lies inside
+        :meth:`fail_together`, so that the other ranks stop too."""
         self.may_interrupt = True
         try:
+            # The signal may have come before the block, when it could not interrupt.
             if self.stop_signal is not None:
                 raise Interrupted
             yield
@@ -155,39 +165,43 @@ class World:
 
     @contextlib.contextmanager
     def main_first(self) -> Iterator[None]:
-        """Run the block on the main rank, then on the others, which find its result on disk. All
-        fail together."""
+        """Run the block on the main rank, then on the others, which find the files that it has
+        written. All fail together."""
         for is_turn_of_main in (True, False):
-            with self.fail_together():  # the other ranks wait here
+            # The ranks whose turn it is not wait in the vote at the end.
+            with self.fail_together():
                 if self.is_main == is_turn_of_main:
                     yield
 
     def check_same(self, values: dict[str, Any]) -> None:
-        """ValueError on all ranks that names the first key, if a value is not the same on all
+        """Raise a ValueError on all ranks, with the first name whose value differs between
         ranks."""
-        main, *others = self.gather_objects(values)
-        for rank, other in enumerate(others, start=1):
-            for name in main | other:
-                value = main.get(name)
-                if other.get(name) != value:
+        main_values, *others = self.gather_objects(values)
+        for rank, other_values in enumerate(others, start=1):
+            # A name may be missing on one of the two.
+            for name in main_values | other_values:
+                main = main_values.get(name)
+                other = other_values.get(name)
+                if other != main:
                     raise ValueError(
-                        f"{name} is {value!r} on rank 0 and {other.get(name)!r} on rank {rank}: all ranks need the same"
+                        f"{name} is {main!r} on rank 0 and {other!r} on rank {rank}: "
+                        "all ranks need the same"
                     )
 
     def shutdown(self) -> None:
         """Leave the process group after a run that ended well."""
         if dist.is_initialized():
             # gloo's thread takes the GIL once more after a collective, to release the tensors.
-            # Destroying a process group while holding the GIL joins that thread: a deadlock (torch
+            # destroy_process_group() waits for this thread and holds the GIL: a deadlock (torch
             # 2.13). Sleeping releases the GIL.
             time.sleep(0.1)
             dist.destroy_process_group()
 
     def exit_now(self, code: int) -> None:
-        """End this process after a failure; with several ranks without destructors, which could
-        wait for the others."""
+        """End this process after a failure, with the exit code ``code``."""
         sys.stdout.flush()
         sys.stderr.flush()
+        # Destructors, which os._exit() leaves out, could wait for the other ranks.
         if not self.is_single_process:
             os._exit(code)
         sys.exit(code)
@@ -195,6 +209,7 @@ class World:
     def _all_reduce(self, tensor: Tensor, operation: dist.ReduceOp) -> Tensor:
         if self.is_single_process:
             return tensor.clone()
+        # A copy, since the collective writes into it.
         result = tensor.detach().to(self.device, copy=True)
         dist.all_reduce(result, op=operation)
         return result.to(tensor.device)

@@ -60,7 +60,7 @@ def restored(folder) -> TrainedTensors:
 def assert_equal(one: TrainedTensors, other: TrainedTensors) -> None:
     for first, second in (
         (one.policy.model.state_dict(), other.policy.model.state_dict()),
-        (one.states(), other.states()),
+        (one.optimizer_and_reference(), other.optimizer_and_reference()),
     ):
         assert first.keys() == second.keys() and first
         for name, tensor in first.items():
@@ -77,7 +77,7 @@ def test_round_trip_is_bit_for_bit(random_model, tmp_path):
     assert {
         "reference/model.norm.weight",
         "optimizer/model.norm.weight/exp_avg",
-    } <= things.states().keys()
+    } <= things.optimizer_and_reference().keys()
 
 
 def test_a_weight_that_no_update_has_reached_continues_as_such(random_model, tmp_path):
@@ -97,7 +97,7 @@ def test_a_state_of_a_weight_that_the_model_lacks_is_refused(random_model, tmp_p
     """As when a version of transformers names its modules otherwise: the averages must not be lost
     without a word."""
     things = trained(random_model)
-    states = things.states() | {"optimizer/gone/step": torch.ones(())}
+    states = things.optimizer_and_reference() | {"optimizer/gone/step": torch.ones(())}
     save_tensors(states, tmp_path / "trainer" / "states", is_single_process=True)
     with pytest.raises(ValueError, match="optimizer/gone/step is of no weight"):
         restore(tmp_path, things)

@@ -26,7 +26,7 @@ def main(file: str, arguments: list[str]) -> None:
     }
     states = {
         name: full_tensor(tensor.detach()).clone()
-        for name, tensor in run.log.saver.trained.states().items()
+        for name, tensor in run.log.saver.trained.optimizer_and_reference().items()
     }
 
     with gradient_sync(run.learner.scorer, enabled=True):
