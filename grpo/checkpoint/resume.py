@@ -26,6 +26,7 @@ from grpo.system import write_atomically
 COMMENT_ON_ENTRY_GIVEN = """\
 # What was set. A run that has this file as --config begins from it: what a preset or another key
 # implied follows anew. Change a value here and above, or remove one of the two."""
+"""Comment above the entry ``given`` of ``config.yaml``."""
 RUN_FILE_PATTERNS = (
     "checkpoint-*",
     "metrics.jsonl",
@@ -140,7 +141,7 @@ def find_checkpoint(config: Config, lock: Lock) -> tuple[Path | None, str | None
         origin = str(start)
     if newest and origin and read_state(newest)["origin"] == origin:
         return newest, origin
-    problem = start and why_invalid(start)
+    problem = why_invalid(start) if start else None
     if problem:
         raise ConfigError(
             f"checkpoint.resume={problem}; use auto, never, or a whole checkpoint folder"

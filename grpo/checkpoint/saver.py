@@ -50,8 +50,7 @@ class Progress:
         if not state:
             return cls()
         # The state holds facts of the run as well, such as its configuration.
-        names = [field.name for field in dataclasses.fields(cls)]
-        return cls(**{name: state[name] for name in names})
+        return cls(**{field.name: state[field.name] for field in dataclasses.fields(cls)})
 
     def complete_step(self, line: dict[str, Any]) -> None:
         """Record that all updates of a step are done."""
@@ -165,6 +164,7 @@ class Saver:
 
     def _write(self, folder: Path | None) -> None:
         progress = self.progress
+        best_step = progress.best["step"] if progress.best else None
         state = dataclasses.asdict(progress) | self.facts
         state["wandb_run_id"] = self.reporter.wandb_run_id
         state["config"] = self.config.for_saving()
@@ -176,5 +176,5 @@ class Saver:
             world=self.world if self.is_collective else checkpoint.SINGLE_PROCESS,
             state=state,
             keep=self.config.checkpoint.keep,
-            best_step=progress.best and progress.best["step"],
+            best_step=best_step,
         )

@@ -166,8 +166,8 @@ def _parse_value(key: str, text: str) -> Any:
     """Return the value of ``key=text`` on the command line: text for a key that takes text alone,
     else YAML."""
     field = keys_of(Config).get(key)
-    type = type_name(field.annotation) if field else ""
-    takes_text = type in ("str", "str | none")
+    type_text = type_name(field.annotation) if field else ""
+    takes_text = type_text in ("str", "str | none")
     # As YAML, "Question: {prompt}" would be a mapping, `no` false, and "#### (.+)" a comment.
     is_yaml = text == "null" or text.startswith(("'", '"'))
     if takes_text and not is_yaml:

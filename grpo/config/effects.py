@@ -33,7 +33,7 @@ NO_EFFECT_WITH = {
     # A new run has nothing that could have changed.
     "checkpoint.resume=never": "checkpoint.accept_changes",
 }
-"""Keys without effect, by the setting ``key=value`` that takes their effect."""
+"""Keys without effect, by the setting ``key=value`` that takes away their effect."""
 GENERATED_PREFIXES = ("builtin:", "environment:", "python:")
 """Beginnings of ``data.dataset`` for rows that are generated, or passed by a program."""
 PREFIXES_WITHOUT_SPLITS = (*GENERATED_PREFIXES, "reasoning_gym:")

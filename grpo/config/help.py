@@ -54,11 +54,11 @@ def help_text(model: type[BaseModel], words: Sequence[str] = ()) -> str:
     for key, field in keys.items():
         if words and not any(word in key for word in words):
             continue
-        type = type_name(field.annotation)
-        default = as_yaml(field.default)
+        type_text = type_name(field.annotation)
+        default_text = as_yaml(field.default)
         # The docstring under the key in the source, where it is wrapped for reading.
         meaning = " ".join(field.description.split())
-        lines.append(f"{key}  ({type}; default {default})")
+        lines.append(f"{key}  ({type_text}; default {default_text})")
         lines.append(f"    {meaning}")
     if not lines:
         raise ValueError(f"--help: {unknown_key(words[0], list(keys))}")

@@ -135,6 +135,7 @@ def shard(
 
 
 def is_sharded(module: nn.Module) -> bool:
+    """True if FSDP2 has sharded the module."""
     return isinstance(module, FSDPModule)
 
 
