@@ -126,7 +126,11 @@ def ignore_broken_pipes() -> None:
         # A program that calls grpo.train may have put a stream of its own there.
         if stream is getattr(sys, f"__{name}__"):
             output = io.BufferedWriter(_Output(number, "w", closefd=False))
-            text = io.TextIOWrapper(output, errors="backslashreplace", line_buffering=True)
+            text = io.TextIOWrapper(
+                output,
+                errors="backslashreplace",
+                line_buffering=True,
+            )
             setattr(sys, name, text)
 
 
