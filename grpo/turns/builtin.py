@@ -7,7 +7,9 @@ from grpo.rewards.builtin import ARITHMETIC, evaluate
 from grpo.workers.sandbox import Limits, run_python
 
 MAX_EXPONENT = 1000
-PROGRAM = """
+MAX_BASE = 1e9
+"""Larger powers of whole numbers would fill the memory, since the calculator computes exactly."""
+RUNNER = """
 import sys, traceback
 # What was printed is not lost if the program is killed.
 sys.stdout.reconfigure(line_buffering=True)
@@ -16,8 +18,9 @@ try:
 except BaseException as error:
     print(''.join(traceback.format_exception_only(error)), end='')
 """
-"""Runs the program on its stdin."""
+"""A program that runs the model's program, which comes on stdin, and prints its error."""
 LIMITS = Limits(test_seconds=5.0, total_seconds=8.0)
+"""Less than the default of ``reward.timeout_s``, which kills the worker and its environments."""
 
 
 def calculator(expression: str) -> str:
@@ -35,7 +38,8 @@ def calculator(expression: str) -> str:
 
 
 def _power(base: int | float, exponent: int | float) -> int | float:
-    if abs(exponent) > MAX_EXPONENT or abs(base) > 1e9:
+    """Return a power. ValueError if it is too large, or complex, which is no number to a model."""
+    if abs(exponent) > MAX_EXPONENT or abs(base) > MAX_BASE:
         raise ValueError("the power is too large")
     if base < 0 and exponent != int(exponent):
         raise ValueError("the power is not a real number")
@@ -58,12 +62,14 @@ def python(code: str) -> str:
     Returns:
         The printed text, with the error at its end if the program raised one.
     """
-    (result,) = run_python(PROGRAM, [{"input": code}], LIMITS)
+    (result,) = run_python(RUNNER, [{"input": code}], LIMITS)
     if result.status == "passed":
         return result.output or "(the program printed nothing)"
-    # First, since a long result is cut at its end.
-    end = "printed too much, and was ended" if result.status == "output" else "was ended, or failed"
-    return f"(the program {end})\n{result.output}"
+    # The reason comes first, since `rollout.max_tool_tokens` cuts a long result at its end.
+    reason = "was ended, or failed"
+    if result.status == "output":
+        reason = "printed too much, and was ended"
+    return f"(the program {reason})\n{result.output}"
 
 
 TOOLS = {"calculator": calculator, "python": python}

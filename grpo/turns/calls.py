@@ -1,4 +1,4 @@
-"""Calls of tools in the text that a model writes: one reader for each form.
+"""Calls of tools in the text that a model writes: one reader for each form of calls.
 
 A reader gets the text of a turn after its thinking. The model may have written anything, so a
 reader never raises, and its time is linear in the length of the text.
@@ -10,13 +10,14 @@ from collections.abc import Sequence
 from typing import Any
 
 CALL_TAG = "tool_call"
-"""The tag around a call. Also the name of a call that cannot be read."""
-PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
-"""Python's words for values -> those of JSON."""
+"""The tag around a call. Also the name of a call whose tool cannot be read."""
+JSON_LITERALS = {"True": "true", "False": "false", "None": "null"}
+"""Literals of Python -> literals of JSON."""
 
 Schemas = Sequence[dict[str, Any]]
+"""The JSON schemas of tools, as ``transformers.utils.get_json_schema`` makes them."""
 Arguments = dict[str, Any] | str
-"""The arguments of a call; text in their place says what is wrong with the call."""
+"""The arguments of a call; a text is an error message about arguments that cannot be read."""
 Call = tuple[str, Arguments]
 """The name of a tool and its arguments."""
 
@@ -24,35 +25,38 @@ Call = tuple[str, Arguments]
 def read_tags(text: str, schemas: Schemas) -> list[Call]:
     """Read ``<tool_call>{"name": .., "arguments": {..}}</tool_call>`` (Hermes, Qwen2.5, Qwen3).
 
-    Also ``<NAME>..</NAME>``, with the only argument of the tool NAME as it is, or with a JSON
-    object, if the tool has several.
+    Also ``<NAME>..</NAME>``. It holds the argument of the tool NAME as plain text, or a JSON object
+    if the tool has several arguments.
     """
-    parameters = _parameters(schemas)
+    parameters = _parameters_by_tool(schemas)
+    # Only the names of tools are tags: other tags, such as <answer>, belong to the text.
     names = "|".join(map(re.escape, [CALL_TAG, *parameters]))
     calls = []
     for name, content in _blocks(text, f"<({names})>", "</{}>"):
         content = content.strip()
         if name == CALL_TAG:
-            calls += _calls_in(_from_json(content))
+            value = _parse_json(content)
+            calls += _calls_in(value)
         elif len(parameters[name]) == 1:
             ((argument, schema),) = parameters[name].items()
-            calls.append((name, {argument: _value(content, schema)}))
+            calls.append((name, {argument: _argument_value(content, schema)}))
         else:
-            arguments = _from_json(content or "{}")
-            calls.append((name, _mapping(arguments)))
+            # A tool without arguments is called by an empty tag.
+            arguments = _parse_json(content or "{}")
+            calls.append((name, _as_arguments(arguments)))
     return calls
 
 
 def read_json(text: str, schemas: Schemas) -> list[Call]:
     """Read ``{"name": .., "parameters": {..}}`` as the whole turn (Llama 3.1 and 3.2)."""
     text = text.strip().removeprefix("<|python_tag|>")
-    written = _from_json(text)
+    call = _parse_json(text)
     # A turn without a call may be JSON as well: an answer to the user.
-    if not isinstance(written, dict) or "name" not in written:
+    if not isinstance(call, dict) or "name" not in call:
         return []
-    if not {"parameters", "arguments"} & written.keys():
+    if not {"parameters", "arguments"} & call.keys():
         return []
-    return _calls_in(written)
+    return _calls_in(call)
 
 
 def read_xml(text: str, schemas: Schemas) -> list[Call]:
@@ -60,16 +64,18 @@ def read_xml(text: str, schemas: Schemas) -> list[Call]:
 
     ``<tool_call>`` and ``</tool_call>`` stand around it. Qwen3.5 and Nemotron 3 write it, too.
     """
-    parameters = _parameters(schemas)
+    parameters = _parameters_by_tool(schemas)
     calls = []
     for _, block in _blocks(text, f"<({CALL_TAG})>", "</{}>"):
         for name, body in _blocks(block, r"<function=([^<>\s]+)>", "</function>"):
-            properties = parameters.get(name, {})
+            # A name that no tool has stays a call, so that the model reads that there is no tool.
+            tool_parameters = parameters.get(name, {})
             arguments = {}
             for argument, content in _blocks(body, r"<parameter=([^<>\s]+)>", "</parameter>"):
+                # The chat template writes one line break on each side. More belong to the value.
                 content = content.removeprefix("\n").removesuffix("\n")
-                schema = properties.get(argument, {})
-                arguments[argument] = _value(content, schema)
+                schema = tool_parameters.get(argument, {})
+                arguments[argument] = _argument_value(content, schema)
             calls.append((name, arguments))
     return calls
 
@@ -79,11 +85,13 @@ READERS = (
     read_json,
     read_xml,
 )
-"""A run has the first one that reads the calls that its chat template writes, and ``read_tags``."""
+"""A run has the first of these that reads calls as its chat template writes them, and also
+``read_tags``."""
 
 
 def as_message(name: str, arguments: Arguments) -> dict[str, Any]:
-    """The entry of ``tool_calls`` for a call; arguments that could not be read are left out."""
+    """The entry of a message's ``tool_calls`` for a call, without arguments that cannot be read."""
+    # Chat templates expect a mapping, and some raise for a text.
     if isinstance(arguments, str):
         arguments = {}
     function = {"name": name, "arguments": arguments}
@@ -98,7 +106,7 @@ def _blocks(
     """The name and the content of each block in a text.
 
     Args:
-        opening: a pattern of the text before a block. Its group is the name.
+        opening: a pattern of the text before a block. The pattern's group is the name.
         closing: the text after a block, with {} for the name.
     """
     blocks = []
@@ -107,21 +115,23 @@ def _blocks(
     for match in re.finditer(opening, text):
         name = match[1]
         mark = closing.format(name)
-        # The model may open many blocks and close none. A search that fails reads the rest of the
-        # text, so it is made once for each mark.
+        # The model may open many blocks and close none. A failed search for a closing mark reads
+        # the rest of the text, so each mark fails once, or the time would grow as the square of the
+        # length.
         if match.start() < end or mark in unclosed:
             continue
-        last = text.find(mark, match.end())
-        if last < 0:
+        mark_start = text.find(mark, match.end())
+        if mark_start < 0:
             unclosed.add(mark)
             continue
-        blocks.append((name, text[match.end() : last]))
-        end = last + len(mark)
+        content = text[match.end() : mark_start]
+        blocks.append((name, content))
+        end = mark_start + len(mark)
     return blocks
 
 
-def _parameters(schemas: Schemas) -> dict[str, dict[str, Any]]:
-    """The schemas of the arguments of each tool, by its name."""
+def _parameters_by_tool(schemas: Schemas) -> dict[str, dict[str, Any]]:
+    """Name of each tool -> the schemas of its arguments by name."""
     parameters = {}
     for schema in schemas:
         function = schema["function"]
@@ -129,33 +139,35 @@ def _parameters(schemas: Schemas) -> dict[str, dict[str, Any]]:
     return parameters
 
 
-def _calls_in(written: Any) -> list[Call]:
-    """The calls in what :func:`_from_json` returned: an object is one, a list may hold several."""
-    if not isinstance(written, list):
-        written = [written]
+def _calls_in(value: Any) -> list[Call]:
+    """The calls in a result of :func:`_parse_json`: an object is one call, a list holds several."""
+    items = value if isinstance(value, list) else [value]
     calls = []
-    for call in written:
+    for item in items:
+        # Without a name it still is a call: an attempt of the model, which is answered by an error.
         name = CALL_TAG
-        arguments = call
-        if isinstance(call, dict):
-            name = str(call.get("name", CALL_TAG))
-            arguments = call.get("arguments") or call.get("parameters") or {}
-        calls.append((name, _mapping(arguments)))
+        arguments = item
+        if isinstance(item, dict):
+            name = str(item.get("name", CALL_TAG))
+            arguments = item.get("arguments") or item.get("parameters") or {}
+        calls.append((name, _as_arguments(arguments)))
     return calls
 
 
-def _value(text: str, schema: dict[str, Any]) -> Any:
-    """The value of an argument that stands alone: text for a string, else JSON if it is JSON."""
+def _argument_value(text: str, schema: dict[str, Any]) -> Any:
+    """The value of an argument that is written alone: text for a string, else JSON if it is one."""
     if schema.get("type") == "string":
         return text
     # Qwen's chat templates write True, and its models also true.
-    word = PYTHON_WORDS.get(text, text)
-    value = _from_json(word)
-    return text if isinstance(value, Exception) else value
+    literal = JSON_LITERALS.get(text, text)
+    value = _parse_json(literal)
+    if isinstance(value, Exception):
+        return text
+    return value
 
 
-def _mapping(value: Any) -> Arguments:
-    """The arguments in what :func:`_from_json` returned, or what is wrong with them."""
+def _as_arguments(value: Any) -> Arguments:
+    """The arguments in a result of :func:`_parse_json`, or an error message about them."""
     if isinstance(value, dict):
         return value
     if isinstance(value, Exception):
@@ -163,9 +175,10 @@ def _mapping(value: Any) -> Arguments:
     return "the arguments are not a JSON object"
 
 
-def _from_json(text: str) -> Any:
+def _parse_json(text: str) -> Any:
     """The value of a JSON text, or the error if the text is not JSON."""
     try:
         return json.loads(text)
+    # Python's parser recurses into nested lists, of which the model may write any number.
     except (ValueError, RecursionError) as error:
         return error

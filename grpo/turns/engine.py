@@ -1,13 +1,13 @@
 """Plays conversations: an engine samples turns of the model, and tools or an environment answer.
 
 :meth:`TurnsEngine.generate` has a :class:`Conversation` for each completion. The methods of a
-conversation run in the thread of the worker that its row has, in this order:
+conversation run in the thread of its row's worker, in this order:
 
-1. ``begin`` resets the environment, which may add to the prompt,
-2. ``reply`` gets each turn that the engine samples: the format reads it as a message and the calls
-   in it. Each call goes to the worker. In a reset/step environment the whole turn does, as its
-   action. The results become messages, whose tokens follow the turn and have no loss,
-3. ``end`` asks for the environment's own reward, and makes the record of the completion.
+1. ``begin`` resets the environment, which may add to the prompt.
+2. ``reply`` gets each turn that the engine samples. The turn is read as a message and the calls in
+   it, and each call goes to the worker. In a reset/step environment the whole turn goes there, as
+   an action. The results become messages, whose tokens follow the turn and have no loss.
+3. ``end`` asks for the environment's reward, and makes the record of the completion.
 
 A call that fails, or whose worker is killed, is a result that the model reads. If a reset, a step
 or ``get_reward`` fails, or a call finds that the environment is gone, the completion has no reward.
@@ -30,7 +30,7 @@ from grpo.rewards.calls import ENVIRONMENT
 from grpo.rollout import Engine, SamplingParams, Stops
 from grpo.rollout.interface import ROWS_PER_CALL
 from grpo.system import UserError
-from grpo.turns.calls import Call
+from grpo.turns.calls import Arguments, Call
 from grpo.turns.format import Message, TurnFormat
 from grpo.turns.sessions import as_reward, as_text
 from grpo.turns.tools import Tools
@@ -41,14 +41,15 @@ class Conversation:
     """One completion of a problem, its environment, and its turns so far.
 
     Args:
-        stops: gives the texts of turns.
-        row: number in the rollout, which chooses the worker and the environment.
+        stops: makes the text of a turn from its tokens.
+        row: number in the rollout, which decides the worker and the environment.
+        seed_key: see :meth:`grpo.rollout.interface.Engine.generate`.
     """
 
     def __init__(
         self,
         tools: Tools,
-        form: TurnFormat,
+        turn_format: TurnFormat,
         stops: Stops,
         sampling: SamplingParams,
         problem: Problem,
@@ -56,17 +57,18 @@ class Conversation:
         seed_key: tuple[int, str, int],
     ):
         self.tools = tools
-        self.form = form
+        self.turn_format = turn_format
         self.stops = stops
         self.problem = problem
         self.row = row
         self.max_length = sampling.max_completion_length
         self.environment = tools.environment
 
-        # The completions of a group share the seed of the reset. Without a dataset, rows are seeds.
+        # The completions of a group share the seed of the reset, so that they begin equal. No
+        # completion has the number -1.
         self.group_seed = derive_seed(*seed_key, problem.index, -1)
         if tools.owns_prompts:
-            # A chat has no rows.
+            # Without a dataset, rows are seeds. The prompt of a chat is no such row.
             self.group_seed = problem.columns.get("seed", self.group_seed)
         self.seed = derive_seed(*seed_key, problem.index, row % sampling.num_generations)
         self.num_seeds = 0
@@ -80,8 +82,9 @@ class Conversation:
         """The rewards of the turns, in a reset/step environment."""
         self.calls: list[ToolCall] = []
         self.stop_reason = ""
+        """See :class:`grpo.algorithm.batch.MultiTurnCompletion`; empty while it goes on."""
         self.failure = ""
-        """The reason why the environment has failed, or empty."""
+        """The reason why the environment has failed; empty if it works."""
 
     def begin(self) -> str | None:
         """Reset the environment. Returns the text that it adds to the prompt."""
@@ -91,30 +94,36 @@ class Conversation:
         return self._ask(ENVIRONMENT, "reset", columns, self.group_seed).value
 
     def reply(self, turn: Sequence[int]) -> list[int] | None:
-        """Return the tokens that follow a turn (:data:`grpo.rollout.interface.Replies`)."""
-        calls = self._read(turn)
+        """Return the tokens that follow a turn, or None if the completion ends with the turn.
+
+        See :data:`grpo.rollout.interface.Replies`.
+        """
+        calls = self._add_turn(turn)
         # After a failed reset the model still samples one turn, which no environment gets.
         if self.failure:
             return None
 
+        rollout = self.tools.config.rollout
         answers = []
         if self.tools.steps:
             answers = self._step()
         elif not calls:
             self.stop_reason = "stop"
-        if len(self.texts) == self.tools.config.rollout.max_turns:
+        if len(self.texts) == rollout.max_turns:
             # No turn would read the results of the calls, so they are not made.
             self.stop_reason = self.stop_reason or "max_turns"
-        if not self._has_ended:
+        if not self.stop_reason:
             answers += [self._call(*call) for call in calls]
-        if self._has_ended:  # a call may have lost the environment
+        # A step may have failed, and a call may have lost the environment.
+        if self.stop_reason or self.failure:
             return None
 
-        most = self.tools.config.rollout.max_tool_tokens
-        if most is not None:
+        if rollout.max_tool_tokens is not None:
             for message in answers:
-                message["content"] = self.form.cut(message["content"], most)
-        answer_ids = self.form.answer(answers, turn[-1], self.max_length - len(self.ids))
+                content = message["content"]
+                message["content"] = self.turn_format.truncate(content, rollout.max_tool_tokens)
+        room = self.max_length - len(self.ids)
+        answer_ids = self.turn_format.answer(answers, turn[-1], room)
         if answer_ids is None:  # the answer does not fit, and the completion ends here
             self.stop_reason = "length"
             return None
@@ -122,26 +131,23 @@ class Conversation:
         self.ids += answer_ids
         return answer_ids
 
-    def end(self, completion: Completion) -> Turns:
-        """Return the record of a completion that has ended, with the environment's own reward."""
-        rest = completion.ids[len(self.ids) :]
-        if rest:  # a turn without an end has had no reply
-            self._read(rest)
+    def end(self, completion: Completion) -> MultiTurnCompletion:
+        """Return the record of a completion that has ended, with the environment's reward."""
+        # The engine asks for no reply to a turn that was cut at the maximum length.
+        cut_turn = completion.ids[len(self.ids) :]
+        if cut_turn:
+            self._add_turn(cut_turn)
             self.stop_reason = "length"
 
         reward = None
-        if self.environment and self.environment.has_reward and not self.failure:
-            if self.tools.steps:
-                given = [reward for reward in self.rewards if reward is not None]
-                if given or not self.rewards:
-                    reward = as_reward(sum(given))
-            else:
-                reward = self._ask(ENVIRONMENT, "get_reward", self._next_seed()).value
-        # An environment that got no action has neither failed nor worked.
         failure = None
-        got_action = self.rewards or not self.tools.steps
-        if self.environment and (self.failure or got_action):
-            failure = self.failure
+        if self.environment:
+            if self.environment.has_reward and not self.failure:
+                reward = self._environment_reward()
+            # An environment that got no action has neither failed nor worked, so it does not count
+            # when the run decides whether its environments are broken.
+            if self.failure or self.rewards or not self.tools.steps:
+                failure = self.failure
         return MultiTurnCompletion(
             ids=completion.ids,
             text=self.texts[-1],
@@ -158,21 +164,27 @@ class Conversation:
             num_turns=len(self.texts),
         )
 
-    @property
-    def _has_ended(self) -> bool:
-        return bool(self.stop_reason or self.failure)
+    def _environment_reward(self) -> float | None:
+        """The reward that the environment gives itself; None if it gives none."""
+        if not self.tools.steps:
+            return self._ask(ENVIRONMENT, "get_reward", self._next_seed()).value
+        rewards = [reward for reward in self.rewards if reward is not None]
+        # A conversation that was cut before its first action has earned 0.
+        if self.rewards and not rewards:
+            return None
+        return as_reward(sum(rewards))
 
-    def _read(self, turn: Sequence[int]) -> list[Call]:
-        """Add a turn of the model. Returns its calls."""
+    def _add_turn(self, turn: Sequence[int]) -> list[Call]:
+        """Add a turn of the model to the conversation. Returns the calls in it."""
         text = self.stops.text(turn)
-        message, calls = self.form.read(text, self.tools.schemas)
+        message, calls = self.turn_format.read(text, self.tools.schemas)
         self.ids += turn
         self.messages.append(message)
-        self.texts.append(message["content"])
+        self.texts.append(text)
         return calls
 
     def _step(self) -> list[Message]:
-        """Give the last turn to the environment as an action. Returns its observation."""
+        """Give the last turn to the environment as an action. Returns the observation."""
         answer = self._ask(ENVIRONMENT, "step", self.texts[-1], self._next_seed())
         if self.failure:
             return []
@@ -182,10 +194,10 @@ class Conversation:
             self.stop_reason = "environment"
         return [{"role": "user", "content": observation}]
 
-    def _call(self, name: str, arguments: dict[str, Any] | str) -> Message:
+    def _call(self, name: str, arguments: Arguments) -> Message:
         """Call a tool. Returns the message of its result."""
         key = self.tools.key_of_tool.get(name)
-        if isinstance(arguments, str):  # what is wrong with the call
+        if isinstance(arguments, str):  # the reason why they cannot be read
             answer = Answer("error", message=arguments)
         elif key is None:
             answer = Answer("error", message=f"Tool {name} not found.")
@@ -193,13 +205,14 @@ class Conversation:
             answer = self._ask(key, "call", name, arguments, self._next_seed())
         error = as_text(answer.message)
         self.calls.append(ToolCall(name, error))
-        content = {"error": error} if error else answer.value  # the words of TRL
+        # The form in which TRL writes errors.
+        content = {"error": error} if error else answer.value
         return {"role": "tool", "name": name, "content": str(content)}
 
     def _ask(self, key: str, method: str, *arguments: Any) -> Answer:
-        """Call a method of :mod:`grpo.turns.sessions`.
+        """Call a method of :mod:`grpo.turns.sessions` in the worker, and note its failure.
 
-        The answer is a value, or a message about the failure as the model reads it.
+        Returns an answer with a value, or with an error message for the model.
         """
         limit_s = self.tools.config.reward.timeout_s
         request = Request(key, method, (self.row, *arguments))
@@ -207,13 +220,16 @@ class Conversation:
         if answer.kind == "ok":
             return answer
 
-        # The failure is for the user, with the line where the user's code was called.
+        # An exception may have no text, and an error without a message would look like a result.
         message = answer.message or answer.error
+        # A tool that fails costs its call alone, unless the environment was in a worker that is
+        # lost.
         is_lost = answer.is_worker_lost or isinstance(answer.value, UserError)
         if method != "call" or (self.environment and is_lost):
+            # The failure is for the user, with the line where the user's code was called.
             place = "".join(re.findall(r'File ".+", line \d+', answer.trace)[:1])
             self.failure = f"{method}: {answer.error or message} {place}".rstrip()
-        # The model reads about the tool alone, and nothing of the process.
+        # The model reads about the tool alone, and nothing about worker processes.
         if answer.kind == "timeout":
             message = f"no result within {limit_s:g} seconds"
         elif answer.kind == "died":
@@ -221,6 +237,7 @@ class Conversation:
         return Answer("error", message=message)
 
     def _next_seed(self) -> int:
+        # Each call has random numbers of its own, which a continued run repeats.
         self.num_seeds += 1
         return derive_seed(self.seed, "tool", self.num_seeds)
 
@@ -231,56 +248,66 @@ def add_to_prompt(
     tokenizer: Any,
     check_context_room: Callable[[int, int], None] | None = None,
 ) -> None:
-    """Add what the resets of a group returned to its prompt.
+    """Add the text that the resets of a group returned to the group's prompt.
 
-    If the prompt becomes too long, the group samples from that of its row, and counts as failed.
+    If the prompt becomes too long, all conversations of the group fail, and sample from the prompt
+    of their row.
 
     Args:
         additions: what :meth:`Conversation.begin` returned for each row of the rollout.
         check_context_room: see :meth:`grpo.model.Policy.check_context_room`.
+
+    Raises:
+        UserError: if the resets returned different texts, or there is no prompt at all.
     """
     tools = group[0].tools
+    problem = group[0].problem
+    prompt = problem.prompt
     data = tools.config.data
-    said = [additions[c.row] for c in group if not c.failure]
-    if any(addition != said[0] for addition in said):
+    group_additions = [additions[c.row] for c in group if not c.failure]
+    if not group_additions:  # all resets have failed
+        return
+    addition = group_additions[0]
+    # A group's advantages compare completions of one prompt.
+    if any(other != addition for other in group_additions):
         raise UserError(
             "reset() gave the completions of one problem different prompts: draw from "
             "`seed`, an argument that they share, or from the module random"
         )
-
-    problem = group[0].problem
-    prompt = problem.prompt
-    # All resets have failed, or they add nothing.
-    if not said or said[0] is None:
-        if said and tools.environment and not prompt and not data.system_prompt:
+    if addition is None:
+        if not prompt and not data.system_prompt:
             raise UserError("a row has no prompt, and reset() returned none")
         return
 
     if isinstance(prompt, list):
         *before, last = prompt
-        last = last | {"content": last["content"] + said[0]}
+        last = last | {"content": last["content"] + addition}
         prompt = [*before, last]
     else:
-        prompt += said[0]
+        prompt += addition
+    # The prompt is rendered and checked again, in the same way as prompts of a dataset.
     rows = Rows(f"the reset with {prompt!r:.80}", [prompt], [problem.columns])
     try:
-        (made,) = make_problems(rows, data, tokenizer, schemas_of=tools.schemas_of).problems
+        problem_set = make_problems(rows, data, tokenizer, schemas_of=tools.schemas_of)
+        (new_problem,) = problem_set.problems
         if check_context_room is not None:
-            check_context_room(len(made.prompt_ids), group[0].max_length)
+            check_context_room(len(new_problem.prompt_ids), group[0].max_length)
     except ValueError as error:
         for conversation in group:
             conversation.failure = str(error)
         return
     for conversation in group:
-        conversation.problem = replace(made, index=problem.index)
+        # Seeds depend on the index of the row in the dataset.
+        conversation.problem = replace(new_problem, index=problem.index)
 
 
 class TurnsEngine:
     """An engine (:class:`grpo.rollout.interface.Engine`) of conversations with tools.
 
     Args:
-        warn: gets each line for the user: notes of :meth:`check`, and what fails in a rollout.
-        num_ranks: ranks that share the prompts of a step.
+        engine: samples the turns of the model.
+        warn: gets each line for the user: notes of :meth:`check`, and failures in a rollout.
+        num_ranks: number of ranks that share the prompts of a step.
     """
 
     def __init__(
@@ -294,11 +321,12 @@ class TurnsEngine:
         self.engine = engine
         self.tools = tools
         self.warn = warn
+        # Tools need no GPU memory and no weights, so these are the engine's.
         self.policy = engine.policy
         self.communicates = engine.communicates
         self.weights = engine.weights
         self.dry_run = engine.dry_run
-        self.form = TurnFormat(
+        self.turn_format = TurnFormat(
             self.policy.tokenizer,
             self.policy.eos_ids,
             config.tools_format,
@@ -306,18 +334,23 @@ class TurnsEngine:
         )
         self.rows_per_call = ROWS_PER_CALL
         if tools.environment:
-            # An evaluation needs no more environments, and so no more sessions of a server,
-            # than a step.
+            # An evaluation then needs no more environments than a step, and so no more sessions of
+            # a server.
             rollout = config.rollout
             num_problems = rollout.prompts_per_step // num_ranks
             self.rows_per_call = num_problems * rollout.num_generations
-        self._reported: set[str] = set()
+        self._reported_tools: set[str] = set()
         """The names of tools that a warning has been printed about."""
 
     def check(self) -> None:
-        """ValueError unless the chat template can render the turns of the run. Prints notes."""
+        """Check that the chat template can render the turns of the run. Prints notes.
+
+        Raises:
+            ValueError: if it cannot.
+        """
         tools = self.tools
-        notes = self.form.check(uses_tools=not tools.steps, schemas=tools.schemas)
+        notes = self.turn_format.check(uses_tools=not tools.steps, schemas=tools.schemas)
+        # The tiny model has learned its calls in a warm start, so its template shows no tools.
         if not is_tiny_tokenizer(self.policy.tokenizer):
             for note in notes:
                 self.warn(note)
@@ -349,7 +382,7 @@ class TurnsEngine:
         for row in range(len(problems) * G):
             conversation = Conversation(
                 tools,
-                self.form,
+                self.turn_format,
                 stops,
                 sampling,
                 problems[row // G],
@@ -359,6 +392,8 @@ class TurnsEngine:
             conversations.append(conversation)
         groups = [conversations[p * G : (p + 1) * G] for p in range(len(problems))]
 
+        # Resets of different workers run at the same time. The prompts must be complete before the
+        # engine begins.
         futures = [tools.submit(c.row, c.begin) for c in conversations]
         additions = [future.result() for future in futures]
         for group in groups:
@@ -376,9 +411,10 @@ class TurnsEngine:
             replies=reply,
         )
         futures = []
-        for conversation in conversations:
-            completion = sampled[conversation.row // G].completions[conversation.row % G]
-            futures.append(tools.submit(conversation.row, conversation.end, completion))
+        for sampled_group in sampled:
+            for completion in sampled_group.completions:
+                row = len(futures)
+                futures.append(tools.submit(row, conversations[row].end, completion))
         completions = [future.result() for future in futures]
         self._warn_of_failures(conversations)
         return [
@@ -389,13 +425,17 @@ class TurnsEngine:
     def _warn_of_failures(self, conversations: Sequence[Conversation]) -> None:
         failures = [c.failure for c in conversations if c.failure]
         if failures:
-            what = f"the environments of {len(failures)} completions have failed"
-            self.warn(f"warning: {what}, first with {failures[0]}")
-        # Once per run for each tool, since one that cannot work fails in each step.
+            self.warn(
+                f"warning: the environments of {len(failures)} completions have failed, "
+                f"first with {failures[0]}"
+            )
+        # Once per run for each tool, since a tool that cannot work fails in each step.
         calls = [call for conversation in conversations for call in conversation.calls]
         for name in self.tools.key_of_tool:
             errors = [call.error for call in calls if call.name == name]
-            if errors and all(errors) and name not in self._reported:
-                self._reported.add(name)
-                what = f"all {len(errors)} calls of {name!r} failed"
-                self.warn(f"warning: {what}, first with {errors[0][:200]!r}")
+            if errors and all(errors) and name not in self._reported_tools:
+                self._reported_tools.add(name)
+                self.warn(
+                    f"warning: all {len(errors)} calls of {name!r} failed, "
+                    f"first with {errors[0][:200]!r}"
+                )

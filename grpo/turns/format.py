@@ -1,8 +1,9 @@
 """The form of turns in tokens: calls read from what the model wrote, and the tokens of an answer.
 
-Sampled tokens are never encoded again. The tokens of an answer come from the chat template: it is
-rendered after a short conversation, and all text up to the end of that conversation's last turn is
-cut off.
+Sampled tokens are never encoded again: the text might be split into other tokens, which the model
+did not sample. So only the answers of tools and environments are encoded. Their text comes from the
+chat template: it renders a short conversation without and with the answers, and the difference is
+the text that follows the model's turn.
 """
 
 import re
@@ -20,18 +21,24 @@ from grpo.turns.calls import READERS, Call, Schemas, as_message, read_tags
 
 QUESTION = {"role": "user", "content": "x"}
 """The first message of the short conversation."""
-THOUGHT = "<think>\nx\n</think>\n\n"
+THINKING = "<think>\nx\n</think>\n\n"
 """The thinking of the model's turn in the short conversation."""
-SAID = "said."
+TURN_TEXT = "said."
 """The model's turn in the short conversation, after its thinking, and each argument of its call."""
-BREAK = "\ue000"
+SPLIT_MARK = "\ue000"
 """A character without a meaning, at which the text of an answer is split before it is encoded."""
 
 Message = dict[str, Any]
 
 
 class TurnFormat:
-    """Reads and writes turns for one tokenizer. Several threads may call its methods."""
+    """Reads and writes turns for one tokenizer. Several threads may call its methods.
+
+    Args:
+        eos_ids: every token that ends a turn.
+        tools_format: ``"auto"`` or ``"tags"``, as in the configuration.
+        template_kwargs: variables of the chat template, the same as for the prompts.
+    """
 
     def __init__(
         self,
@@ -40,12 +47,11 @@ class TurnFormat:
         tools_format: str,
         template_kwargs: Mapping[str, Any] | None = None,
     ):
-        """``template_kwargs``: variables of the chat template, as the prompts have them."""
         self.tokenizer = tokenizer
         self.eos_ids = list(eos_ids)
-        self.finds_form = tools_format == "auto"
+        self._is_auto = tools_format == "auto"
         self._read_calls = read_tags
-        self._ends = tokenizer.convert_ids_to_tokens(self.eos_ids)
+        self._eos_tokens = tokenizer.convert_ids_to_tokens(self.eos_ids)
         self._render = partial(
             apply_template,
             tokenizer,
@@ -54,23 +60,27 @@ class TurnFormat:
 
         # Some tokenizers have added tokens of white space, which control nothing.
         added = {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}
-        controls = [token for token in added if token.startswith(("<", "["))]
-        self._controls = sorted(controls, key=len, reverse=True)
+        control_tokens = [token for token in added if token.startswith(("<", "["))]
+        # Longest first: one control token may be the beginning of another.
+        self._control_tokens = sorted(control_tokens, key=len, reverse=True)
         # Tokenizers written in Rust raise if two threads use them at the same time.
         self._lock = threading.Lock()
 
     def check(self, *, uses_tools: bool, schemas: Schemas) -> list[str]:
-        """Notes for the user; ValueError unless the chat template can render the turns of the run.
+        """Check the chat template, and choose the reader of calls. Returns notes for the user.
 
-        The template must keep earlier turns as they are when an answer follows, since the tokens
-        of these turns stay as they are.
+        Raises:
+            ValueError: if the template cannot render the turns of the run, or changes earlier turns
+                when an answer follows: their tokens stay as they are. Also if the template shows
+                the tools, and no reader reads the calls that it writes.
         """
         role = "tool" if uses_tools else "user"
         # A turn may have several calls.
         num_answers = 2 if uses_tools else 1
         try:
+            # A template may render the answers of the first turn in another way than later ones.
             for num_earlier in (0, 1):
-                for content in ("x", ""):  # a tool may say nothing
+                for content in ("x", ""):  # a tool may return an empty text
                     answer = {"role": role, "name": "f", "content": content}
                     suffix, _ = self._suffix([answer] * num_answers, num_earlier)
                     if content not in suffix:
@@ -83,8 +93,11 @@ class TurnFormat:
                 "as they are"
             ) from error
 
-        can_read = not self.finds_form or self._find_form(schemas)
-        if self._render([QUESTION], schemas=schemas) != self._render([QUESTION]):
+        can_read = not self._is_auto or self._find_reader(schemas)
+        with_tools = self._render([QUESTION], schemas=schemas)
+        if with_tools != self._render([QUESTION]):
+            # The model would write calls in the form that the template shows, and none would be
+            # made.
             if not can_read:
                 raise ValueError(
                     "the model's chat template shows the tools, and no reader reads the calls that "
@@ -93,75 +106,77 @@ class TurnFormat:
                 )
         elif schemas:
             note = "note: the chat template does not show the tools: "
-            return [f"{note}describe them in data.system_prompt"]
+            return [note + "describe them in data.system_prompt"]
         return []
 
-    def _find_form(self, schemas: Schemas) -> bool:
-        """Find the reader of the calls that the chat template writes. Returns False without one.
-
-        Tags are read in any case.
-        """
+    def _find_reader(self, schemas: Schemas) -> bool:
+        """Find the reader of the calls that the chat template writes. False if there is none."""
         for reader in READERS:
             self._read_calls = reader
-            if self._can_read(schemas):
+            if self._reads_template(schemas):
                 return True
         self._read_calls = read_tags
         return False
 
-    def _can_read(self, schemas: Schemas) -> bool:
+    def _reads_template(self, schemas: Schemas) -> bool:
         """True if a call of each tool, written by the chat template, is read as the same call."""
-        ends = "|".join(map(re.escape, self._ends))
-        plain = {"role": "assistant", "content": SAID}
+        eos_pattern = "|".join(map(re.escape, self._eos_tokens))
+        plain_turn = {"role": "assistant", "content": TURN_TEXT}
         render = partial(self._render, schemas=schemas, begins_next_turn=False)
         for schema in schemas:
             function = schema["function"]
-            call = (function["name"], dict.fromkeys(function["parameters"]["properties"], SAID))
+            arguments = dict.fromkeys(function["parameters"]["properties"], TURN_TEXT)
+            call = (function["name"], arguments)
             try:
-                before = render([QUESTION, plain]).rpartition(SAID)[0]
-                whole = render([QUESTION, self._turn("", call)])
+                before_turn, _, _ = render([QUESTION, plain_turn]).rpartition(TURN_TEXT)
+                with_call = render([QUESTION, self._turn("", call)])
             except Exception:  # a chat template is a program that comes with the model
                 return False
 
-            # A template may begin a turn with a call in another way than one without.
-            while not whole.startswith(before):
-                before = before[:-1]
-            turn = re.split(ends, whole[len(before) :])[0]
-            _, calls = self.read(turn, schemas)
+            # A template may begin a turn with a call in another way than one without, so the turn
+            # begins where the two texts differ.
+            while not with_call.startswith(before_turn):
+                before_turn = before_turn[:-1]
+            turn = with_call.removeprefix(before_turn)
+            text, *_ = re.split(eos_pattern, turn)
+            _, calls = self.read(text, schemas)
             if calls != [call]:
                 return False
         return True
 
     def _turn(self, content: str, call: Call) -> Message:
-        """A turn of the model with a call."""
-        return {"role": "assistant", "content": content, "tool_calls": [as_message(*call)]}
+        """The message of a turn of the model with a call."""
+        tool_calls = [as_message(*call)]
+        return {"role": "assistant", "content": content, "tool_calls": tool_calls}
 
     def _encode(self, text: str) -> list[int]:
         with self._lock:
             return self.tokenizer.encode(text, add_special_tokens=False)
 
     def read(self, text: str, schemas: Schemas) -> tuple[Message, list[Call]]:
-        """The message of a turn, and its calls.
+        """The message of a turn, and the calls in it.
 
         Args:
             text: the turn as :meth:`grpo.rollout.Stops.text` gives it.
-            schemas: of the tools that it may call. Without any, calls are not read.
+            schemas: the tools that the turn may call. Without tools, no calls are read.
         """
         message = {"role": "assistant", "content": text}
         if not schemas:
             return message, []
-        said = after_thinking(text)
-        calls = self._read_calls(said, schemas) or read_tags(said, schemas)
+        # A call that the model only thinks about is not meant to be made.
+        answer = after_thinking(text)
+        calls = self._read_calls(answer, schemas) or read_tags(answer, schemas)
         if calls:
             message["tool_calls"] = [as_message(*call) for call in calls]
         return message, calls
 
-    def cut(self, text: str, most: int) -> str:
-        """The text, or its first ``most`` tokens and three dots."""
+    def truncate(self, text: str, max_tokens: int) -> str:
+        """The text, or its first ``max_tokens`` tokens and three dots."""
         ids = self._encode(text)
-        if len(ids) <= most:
+        if len(ids) <= max_tokens:
             return text
         with self._lock:
-            return self.tokenizer.decode(ids[:most]) + " ..."
+            return self.tokenizer.decode(ids[:max_tokens]) + " ..."
 
     def answer(
         self,
@@ -171,59 +186,74 @@ class TurnFormat:
     ) -> list[int] | None:
         """The tokens of an answer and of the beginning of the model's next turn.
 
-        None unless they are fewer than ``room``: the model needs one more for its turn.
+        None unless they are fewer than ``room``: the model needs one token more for its turn.
 
         Args:
-            messages: results of tools, or of the user.
-            last_id: the last token of the turn before. If it ends no turn, because a stop string
-                did, the token with which the chat template ends turns is added.
+            messages: results of tools, or a message of the user.
+            last_id: the last token of the turn before. If a stop string ended that turn, and no EOS
+                token, the EOS token with which the chat template ends turns comes first.
+            room: number of tokens that the completion may still have.
         """
-        # Control tokens inside a result must become text, so each is encoded in two parts. Those
-        # that the template writes around a result stay whole.
+        # Control tokens inside a result must become text, or a tool could end the turn and begin
+        # another: so the text of each is encoded in two parts. Those that the template writes
+        # around a result stay control tokens.
         answers = []
         for message in messages:
             content = message["content"]
-            for token in self._controls:
-                content = content.replace(token, BREAK.join(["", token[:1], token[1:], ""]))
+            for token in self._control_tokens:
+                parts = ["", token[:1], token[1:], ""]
+                content = content.replace(token, SPLIT_MARK.join(parts))
             answers.append({**message, "content": content})
 
         suffix, end_id = self._suffix(answers)
         ids = [] if last_id in self.eos_ids else [end_id]
-        for part in suffix.split(BREAK):
+        for part in suffix.split(SPLIT_MARK):
             ids += self._encode(part)
-        return ids if len(ids) < room else None
+        if len(ids) >= room:
+            return None
+        return ids
 
     def _suffix(self, answers: list[Message], num_earlier: int = 0) -> tuple[str, int]:
-        """The template's text from the end of a turn, over its answers, to the start of the next.
+        """The chat template's text behind a turn: its answers, and the start of the next turn.
 
-        The second value is the id of the token that ends the turn. Before it stand ``num_earlier``
-        turns with the same answers.
+        The second value is the id of the token that ends the turn.
+
+        Args:
+            num_earlier: number of turns with the same answers before this one.
+
+        Raises:
+            ValueError: if the template ends no turn with an EOS token, or changes earlier turns.
         """
         templates = self.tokenizer.chat_template
         # Some templates drop the thinking of earlier turns. This turn has thinking, so that the
         # comparison below notices.
-        thought = THOUGHT if "<think>" in str(templates) else ""
-        turn = {"role": "assistant", "content": thought + SAID}
-        name = None
+        text = TURN_TEXT
+        if "<think>" in str(templates):
+            text = THINKING + TURN_TEXT
+        turn = {"role": "assistant", "content": text}
+        template_name = None
         if answers[0]["role"] == "tool":
             # Some templates render a result only behind its call.
-            turn = self._turn(thought + SAID, (answers[0]["name"], {"x": SAID}))
+            turn = self._turn(text, (answers[0]["name"], {"x": TURN_TEXT}))
             # Of several templates, prompts with tools are rendered in this one, so results are too.
             if isinstance(templates, dict) and "tool_use" in templates:
-                name = "tool_use"
+                template_name = "tool_use"
 
-        before = [QUESTION, *[turn, *answers] * num_earlier, turn]
-        start = self._render(before, begins_next_turn=False, name=name)
-        whole = self._render([*before, *answers], name=name)
+        messages = [QUESTION, *[turn, *answers] * num_earlier, turn]
+        before = self._render(messages, begins_next_turn=False, name=template_name)
+        after = self._render([*messages, *answers], name=template_name)
 
-        ends = {}
-        for eos_id, token in zip(self.eos_ids, self._ends, strict=True):
-            position = start.rfind(token, start.rfind(SAID))
+        # The model's EOS tokens may stand for other things than the end of a turn, such as the end
+        # of a document. The last one behind the turn's text is the one that ends turns.
+        eos_at_end = {}
+        text_start = before.rfind(TURN_TEXT)
+        for eos_id, token in zip(self.eos_ids, self._eos_tokens, strict=True):
+            position = before.rfind(token, text_start)
             if position >= 0:
-                ends[position + len(token)] = eos_id
-        if not ends:  # GLM ends a turn by the beginning of the next message
+                eos_at_end[position + len(token)] = eos_id
+        if not eos_at_end:  # GLM ends a turn by the beginning of the next message
             raise ValueError("it ends no turn with an EOS token")
-        end = max(ends)
-        if whole[:end] != start[:end]:
+        end = max(eos_at_end)
+        if after[:end] != before[:end]:
             raise ValueError("it changes earlier turns, as Qwen3's drops their thinking")
-        return whole[end:], ends[end]
+        return after[end:], eos_at_end[end]

@@ -6,6 +6,7 @@ from grpo.algorithm.batch import Group
 from grpo.telemetry.accumulator import Accumulator
 
 STOP_REASONS = ("stop", "length", "environment", "max_turns", "failed")
+"""The values of :attr:`grpo.algorithm.batch.MultiTurnCompletion.stop_reason`."""
 
 
 def add_turns(
@@ -13,27 +14,37 @@ def add_turns(
     metrics: Accumulator,
     tools: Iterable[str],
 ) -> None:
-    """Add the calls, turns and endings of this rank's completions.
+    """Add the tool calls, turns and stop reasons of this rank's completions.
 
-    ``tools``: the names of all tools of the run, the same on every rank.
+    Args:
+        tools: the names of all tools of the run, the same on every rank.
     """
-    completions = [c for group in groups for c in group.completions]
-    count = len(completions)
-    num_tokens = sum(len(c.ids) for c in completions)
-    num_turns = sum(c.num_turns for c in completions)
+    count = 0
+    num_tokens = 0
+    num_turns = 0
+    stop_reasons = []
+    calls = []
+    for group in groups:
+        for completion in group.completions:
+            count += 1
+            num_tokens += len(completion.ids)
+            num_turns += completion.num_turns
+            stop_reasons.append(completion.stop_reason)
+            calls += completion.calls
+    # Answers of tools and environments included: completions/mean_length counts the model's tokens.
     metrics.add("completions/total_length", num_tokens, count)
     metrics.add("turns/mean", num_turns, count)
-    # All ranks must add the same names, also those of endings that none of their completions had.
+    # The metrics are summed over the ranks, so each rank adds the same names: also those of stop
+    # reasons and tools that its own completions do not have.
     for reason in STOP_REASONS:
-        num_ended = sum(c.stop_reason == reason for c in completions)
-        metrics.add(f"stop_reason/{reason}", num_ended, count)
+        metrics.add(f"stop_reason/{reason}", stop_reasons.count(reason), count)
     if not tools:
         return
 
-    calls = [call for c in completions for call in c.calls]
+    num_failed = sum(call.failed for call in calls)
     metrics.add("tools/call_frequency", len(calls), count)
-    metrics.add("tools/failure_frequency", sum(call.failed for call in calls), len(calls))
+    metrics.add("tools/failure_frequency", num_failed, len(calls))
     for name in tools:
-        have_failed = [call.failed for call in calls if call.name == name]
-        metrics.total(f"tools/{name}/calls", len(have_failed))
-        metrics.total(f"tools/{name}/errors", sum(have_failed))
+        failures = [call.failed for call in calls if call.name == name]
+        metrics.total(f"tools/{name}/calls", len(failures))
+        metrics.total(f"tools/{name}/errors", sum(failures))
