@@ -1,8 +1,9 @@
-"""Talk to a model, or print samples of one prompt with their rewards.
+r"""Talk to a model, or print samples of one prompt with their rewards.
 
-    python -m grpo.chat --model runs/tiny_arithmetic/checkpoint-150 python -m grpo.chat --model
-    runs/tiny_arithmetic/checkpoint-150 --prompt "17+25=" --samples 8 --column answer=42 python -m
-    grpo.chat --model Qwen/Qwen2.5-0.5B-Instruct --prompt "What is 17+25?"
+    python -m grpo.chat --model runs/tiny_arithmetic/checkpoint-150
+    python -m grpo.chat --model runs/tiny_arithmetic/checkpoint-150 \
+        --prompt "17+25=" --samples 8 --column answer=42
+    python -m grpo.chat --model Qwen/Qwen2.5-0.5B-Instruct --prompt "What is 17+25?"
 
 Prompts are rendered, sampled and scored as in the run that wrote the checkpoint, or with --config.
 A model without a run gets the prompt alone, and no rewards are computed without --column. Where the
@@ -20,12 +21,7 @@ from typing import Any
 from grpo.algorithm.batch import Group
 from grpo.checkpoint.saver import Progress
 from grpo.commands.command import command, command_parser
-from grpo.commands.models import (
-    BUILTIN_ENGINE,
-    find_tokenizer,
-    load_engine,
-    open_rewards,
-)
+from grpo.commands.models import BUILTIN_ENGINE, find_tokenizer, load_engine, open_rewards
 from grpo.config import config_of_models
 from grpo.data import Rows, make_problems
 from grpo.data.tasks import task_of
@@ -54,19 +50,22 @@ def main(argv: list[str]) -> None:
         help="a column for the rewards",
     )
     options, overrides = parser.parse_known_args(argv)
-    config, saved = config_of_models(
+    config, run_file = config_of_models(
         [options.model],
         options.config,
         [*BUILTIN_ENGINE, *overrides],
-        # Else the model would get the instructions of the default task.
+        # Otherwise a model without a run would get the instructions of the default task.
         without_run={"data": {"system_prompt": ""}},
     )
-    is_scored = options.prompt is not None and (saved or options.config or options.column)
+    # A line of a conversation has no columns, such as the right answer, so it is not scored.
+    is_scored = options.prompt is not None and (run_file or options.config or options.column)
+
     world = start_world(config.runtime)
     with contextlib.ExitStack() as at_end:
         tools, rewards = open_rewards(config, at_end)
         columns = dict(options.column)
         if is_scored:
+            # A missing column is an error before the model is loaded, which may take minutes.
             rewards.check(columns)
         else:
             rewards = None
@@ -74,17 +73,23 @@ def main(argv: list[str]) -> None:
         engine = load_engine(config, world, path, tokenizer, tools)
         at_end.callback(engine.close)
         sampler = Sampler(config, world, Progress(), engine)
+        # The weights do not change here, so they are made ready for sampling once.
         at_end.enter_context(sampler.current_weights())
         sample = functools.partial(_sample, sampler, tools)
         if options.prompt is None:
             talk(sample)
         else:
-            show_samples(sample(options.prompt, columns, options.samples), rewards)
+            group = sample(options.prompt, columns, options.samples)
+            show_samples(group, rewards)
 
 
 def name_and_value(item: str) -> tuple[str, Any]:
-    """The name and the value of a column, as JSON or else as text; an answer is text."""
+    """The name and the value of a column, from NAME=VALUE.
+
+    The value is read as JSON, or is text if it is not JSON. An answer is always text.
+    """
     name, value = item.split("=", 1)
+    # Rewards compare answers as text, so 007 and 7.0 must not become numbers.
     if name != "answer":
         with contextlib.suppress(ValueError):  # plain text
             return name, json.loads(value)
@@ -99,48 +104,65 @@ def _sample(
     num_samples: int,
     turn: int = 0,
 ) -> Group:
-    """Sample completions of one prompt. ``ValueError`` if prompt and completion together exceed the
-    model's context."""
+    """Sample completions of one prompt.
+
+    Raises:
+        ValueError: if prompt and completion together exceed the model's context.
+    """
     config = sampler.config
     policy = sampler.engine.policy
-    longest = (policy.context_length or 10**9) - config.rollout.max_completion_length
-    data = config.data.model_copy(update={"max_prompt_length": longest})
+    # A conversation may grow beyond the run's max_prompt_length, up to the model's context. Some
+    # models have no limit there.
+    context_length = policy.context_length or sys.maxsize
+    max_prompt_length = context_length - config.rollout.max_completion_length
+    data = config.data.model_copy(update={"max_prompt_length": max_prompt_length})
     task = task_of(config.data, config.data.dataset)
-    rows = Rows("the chat", [prompt], [columns], task and task.instructions)
-    found = make_problems(
+    # The instructions of a built-in task are part of its prompts, as in a run.
+    instructions = None if task is None else task.instructions
+    rows = Rows("the chat", [prompt], [columns], instructions)
+    problem_set = make_problems(
         rows,
         data,
         policy.tokenizer,
-        schemas_of=tools and tools.schemas_of,
+        schemas_of=tools.schemas_of if tools else None,
     )
     sampling = dataclasses.replace(sampler.sampling, num_generations=num_samples)
+    # The number of the turn, so that the same question gets another answer later.
     seed_key = (config.seed, "chat", turn)
-    (group,) = sampler.engine.generate(found.problems, sampling, seed_key=seed_key)
+    (group,) = sampler.engine.generate(problem_set.problems, sampling, seed_key=seed_key)
     return group
 
 
 def talk(sample: Callable[..., Group]) -> None:
-    """Hold a conversation, one line of standard input a turn; an empty line starts a new one."""
-    messages: list[dict[str, str]] = []
+    """Hold a conversation: each line of standard input is a turn of the user.
+
+    An empty line starts a new conversation.
+    """
+    messages = []
     for turn, line in enumerate(sys.stdin):
         if not line.strip():
             messages = []
             continue
         messages.append({"role": "user", "content": line.rstrip("\n")})
         (completion,) = sample(messages, {}, 1, turn).completions
-        messages += getattr(completion, "messages", None) or [
-            {"role": "assistant", "content": completion.text}
-        ]
-        print(printable(completion.transcript), flush=True)
+        # With tools, a completion has several turns of the model, and results between them.
+        answer = getattr(completion, "messages", None)
+        if not answer:
+            answer = [{"role": "assistant", "content": completion.text}]
+        messages += answer
+        print(printable(completion.transcript))
 
 
 def show_samples(group: Group, rewards: RewardRunner | None) -> None:
     """Print completions of one prompt, each with all its rewards, as in a training step."""
+    # All at once: a reward may compare the completions of a group.
     values = score_groups(rewards, [group]).values if rewards else []
     for number, completion in enumerate(group.completions):
-        facts = [completion.size, "finished" if completion.finished else "truncated"]
+        ending = "finished" if completion.finished else "truncated"
+        facts = [completion.size, ending]
         if rewards:
             for name, value in zip(rewards.names, values[number], strict=True):
-                facts.append(f"{name} unscorable" if value is None else f"{name} {value:g}")
+                score = "unscorable" if value is None else f"{value:g}"
+                facts.append(f"{name} {score}")
         print(f"--- {number + 1}/{len(group.completions)}  {', '.join(facts)}")
         print(printable(completion.transcript))

@@ -1,7 +1,8 @@
-"""Print the first prompts as the model will read them, without loading the model.
+r"""Print the first prompts as the model will read them, without loading the model.
 
-    python -m grpo.data --config configs/tiny_arithmetic.yaml python -m grpo.data --config
-    configs/X.yaml data.system_prompt="Think, then answer." data.max_prompt_length=256
+    python -m grpo.data --config configs/tiny_arithmetic.yaml
+    python -m grpo.data --config configs/X.yaml \
+        data.system_prompt="Think, then answer." data.max_prompt_length=256
 
 Then come the numbers of rows that are used and left out.
 """
@@ -19,6 +20,7 @@ from grpo.system import ignore_broken_pipes, printable
 from grpo.turns.tools import Tools
 
 NUM_PROMPTS = 3
+"""Number of prompts of each split that are printed."""
 
 
 @command
@@ -27,7 +29,7 @@ def main(argv: list[str]) -> None:
     options, overrides = command_parser("data", __doc__).parse_known_args(argv)
     config, _ = config_of_models([], options.config, overrides)
     _, tokenizer = find_tokenizer(config, config.model.name_or_path)
-    training = None
+    training_problems = None
     with contextlib.closing(Tools(config).load()) as tools:
         for is_training in (True, False):
             rows = load_rows(
@@ -36,31 +38,49 @@ def main(argv: list[str]) -> None:
                 seed=config.seed,
                 has_environment=bool(config.environment),
             )
-            if rows is None:  # without an evaluation
+            if rows is None:  # a configuration may have no evaluation
                 return
-            schemas_of = tools.schemas_of if config.uses_turns else None
-            found = make_problems(rows, config.data, tokenizer, schemas_of=schemas_of)
+            # The template shows tools in the prompt, so the counts of tokens need them.
+            problem_set = make_problems(
+                rows,
+                config.data,
+                tokenizer,
+                schemas_of=tools.schemas_of if config.uses_turns else None,
+            )
             split = "training" if is_training else "evaluation"
-            print(f"=== {split}: {rows.source}{', before reset()' if config.environment else ''}")
-            for line in preview(rows, found, tokenizer):
+            # No environment is reset here: what its reset would add to a prompt is not shown.
+            suffix = ", before reset()" if config.environment else ""
+            print(f"=== {split}: {rows.source}{suffix}")
+            for line in preview(rows, problem_set, tokenizer):
                 print(printable(line))
-            if training is not None:
-                print(f"also training prompts: {count_shared(training, found.problems)}")
-            training = found.problems
+            # Evaluation prompts that are also trained on make an accuracy too high.
+            if training_problems is not None:
+                shared = count_shared(training_problems, problem_set.problems)
+                print(f"also training prompts: {shared}")
+            training_problems = problem_set.problems
 
 
-def preview(rows: Rows, found: ProblemSet, tokenizer: Any) -> Iterator[str]:
-    """The first prompts of a split as in the first step (before an environment's ``reset``), and
-    its counts."""
-    problems = found.problems
+def preview(rows: Rows, problem_set: ProblemSet, tokenizer: Any) -> Iterator[str]:
+    """Yield the lines about a split: its first prompts with their columns, then its counts."""
+    problems = problem_set.problems
     for problem in problems[:NUM_PROMPTS]:
         yield f"--- prompt of {rows.place_of(problem.index)}, {len(problem.prompt_ids)} tokens"
-        yield textwrap.indent(tokenizer.decode(problem.prompt_ids), "| ", lambda line: True)
+        # Decoded from the tokens, to show the special tokens that tokenizer and template add.
+        text = tokenizer.decode(problem.prompt_ids)
+        yield textwrap.indent(text, "| ", lambda line: True)
         for name, value in problem.columns.items():
             yield f"  {name} = {value!r:.200}"
+
     yield "---"
-    yield from found.notes
+    yield from problem_set.notes
     yield f"{len(rows.prompts)} rows, {len(problems)} used"
-    yield f"left out: {found.num_too_long} longer than data.max_prompt_length, {found.num_empty} without text"
-    yield f"without an answer (empty, or data.answer_pattern finds none): {found.num_without_answer}"
-    yield f"the same prompt as another: {len(problems) - len({problem.prompt_ids for problem in problems})}"
+    yield (
+        f"left out: {problem_set.num_too_long} longer than data.max_prompt_length, "
+        f"{problem_set.num_empty} without text"
+    )
+    yield (
+        "without an answer (empty, or data.answer_pattern finds none): "
+        f"{problem_set.num_without_answer}"
+    )
+    distinct_prompts = {problem.prompt_ids for problem in problems}
+    yield f"the same prompt as another: {len(problems) - len(distinct_prompts)}"

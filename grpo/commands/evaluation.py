@@ -1,9 +1,10 @@
-"""Evaluate models with the configuration of a run, outside training.
+r"""Evaluate models with the configuration of a run, outside training.
 
-    python -m grpo.evaluation --model runs/X/checkpoint-150 python -m grpo.evaluation --model
-    runs/X/checkpoint-150 rollout.engine=vllm python -m grpo.evaluation --model BEFORE --model
-    runs/X/checkpoint-150 eval.num_samples=8 eval.temperature=1 torchrun --nproc_per_node=8 -m
-    grpo.evaluation --config X.yaml --model FOLDER
+    python -m grpo.evaluation --model runs/X/checkpoint-150
+    python -m grpo.evaluation --model runs/X/checkpoint-150 rollout.engine=vllm
+    python -m grpo.evaluation --model BEFORE --model runs/X/checkpoint-150 \
+        eval.num_samples=8 eval.temperature=1
+    torchrun --nproc_per_node=8 -m grpo.evaluation --config X.yaml --model FOLDER
 
 Data, prompts, rewards, seed and the section `eval` come from the configuration, and with the
 built-in engine the completions are the same as in the evaluations of the training loop. Without
@@ -11,7 +12,8 @@ built-in engine the completions are the same as in the evaluations of the traini
 first that has one), without such a run the defaults.
 
 The command prints each metric with its 95% interval and count, and writes every problem with its
-completions and their results to OUTPUT_DIR/evaluation.json (or --output)."""
+completions and their results to OUTPUT_DIR/evaluation.json (or --output).
+"""
 
 import contextlib
 import json
@@ -44,19 +46,20 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--output", type=Path, metavar="FILE", help="the JSON file to write")
     options, overrides = parser.parse_known_args(argv)
+    # No `@command`: under torchrun a mistake is printed once, and not by each rank.
     world = None
     try:
-        config, saved = config_of_models(
+        config, run_file = config_of_models(
             options.model, options.config, [*BUILTIN_ENGINE, *overrides]
         )
         world = start_world(config.runtime)
-        if saved and world.is_main:
+        if run_file and world.is_main:
             print(
-                f"config    {saved}, of the run; --config FILE or section.key=value changes it",
-                flush=True,
+                f"config    {run_file}, of the run; --config FILE or section.key=value changes it"
             )
         output = options.output or Path(config.output_dir) / "evaluation.json"
-        run(config, options.model or [config.model.name_or_path], output, world)
+        models = options.model or [config.model.name_or_path]
+        run(config, models, output, world)
     except (ValueError, OSError, OtherRankFailed) as error:
         return exit_with_user_error(error, world)
     world.shutdown()
@@ -64,8 +67,14 @@ def main(argv: list[str]) -> int:
 
 
 def run(config: Config, models: list[str], output: Path, world: World) -> list[Evaluation]:
-    """Evaluate each model on all ranks. The main rank prints the results and writes the file."""
+    """Evaluate each model on all ranks. The main rank prints the results and writes the file.
+
+    Raises:
+        ValueError: on all ranks, if the configuration, the data or the output cannot be used.
+    """
     with contextlib.ExitStack() as at_end:
+        # Everything that can be checked without a model is checked first: an evaluation may take
+        # hours, and must not fail when it writes its results.
         with world.fail_together():
             tools, rewards = open_rewards(config, at_end)
             rows = load_rows(
@@ -76,7 +85,8 @@ def run(config: Config, models: list[str], output: Path, world: World) -> list[E
             )
             if rows is None:
                 raise ValueError(
-                    "the configuration names no evaluation data: set data.eval_split or data.eval_dataset"
+                    "the configuration names no evaluation data: "
+                    "set data.eval_split or data.eval_dataset"
                 )
             rewards.check(rows.columns[0], f"the rows of {rows.source}")
             check_rows(
@@ -90,14 +100,16 @@ def run(config: Config, models: list[str], output: Path, world: World) -> list[E
             output.parent.mkdir(parents=True, exist_ok=True)
             if output.is_dir() or not os.access(output.parent, os.W_OK):
                 raise ValueError(f"--output {output} cannot be written")
+        # One model after the other, so that only one is in memory.
         evaluations = [_evaluate(config, model, rows, rewards, world, tools) for model in models]
+
     if world.is_main:
         for model, evaluation in zip(models, evaluations, strict=True):
             print_report(model, evaluation)
         if note := correctness_note(config.eval, rewards.names):
             print(note)
         write_json(config, models, evaluations, output)
-        print(f"written   {output}", flush=True)
+        print(f"written   {output}")
     return evaluations
 
 
@@ -109,22 +121,33 @@ def _evaluate(
     world: World,
     tools: Tools | None,
 ) -> Evaluation:
+    """Evaluate one model, on all ranks."""
+    # One rank downloads or builds the model, and the others read it from the cache.
     with world.main_first():
         path, tokenizer = find_tokenizer(config, model)
     with world.fail_together():
         split_stop(tokenizer, config.rollout.stop)  # refuses strings that could never match
-        found = make_problems(rows, config.data, tokenizer, schemas_of=tools and tools.schemas_of)
-        problems = found.problems[: config.eval.max_samples]
+        # The prompts depend on the model, by its tokenizer and chat template.
+        problem_set = make_problems(
+            rows,
+            config.data,
+            tokenizer,
+            schemas_of=tools.schemas_of if tools else None,
+        )
+        problems = problem_set.problems[: config.eval.max_samples]
         check_eval_context(config, path, problems)
     if world.is_main:
-        left_out = f"left out: {found.num_too_long} too long, {found.num_empty} without text"
-        print(f"data      {rows.source}: {len(problems)} problems; {left_out}", flush=True)
-        for note in found.notes:
-            print(note, flush=True)
+        # The counts belong to the result: fewer problems are another benchmark.
+        print(
+            f"data      {rows.source}: {len(problems)} problems; "
+            f"left out: {problem_set.num_too_long} too long, {problem_set.num_empty} without text"
+        )
+        for note in problem_set.notes:
+            print(note)
 
     sampling = eval_sampling(config)
-    longest = config.data.max_prompt_length + sampling.max_completion_length
-    engine = load_engine(config, world, path, tokenizer, tools, longest)
+    max_row_length = config.data.max_prompt_length + sampling.max_completion_length
+    engine = load_engine(config, world, path, tokenizer, tools, max_row_length)
     bar = tqdm(
         desc=model,
         disable=None if world.is_main else True,  # None: shown if stderr is a terminal
@@ -139,10 +162,13 @@ def _evaluate(
             seed=config.seed,
             on_problems=bar.update,
         )
-    count = evaluation.num_unscored
-    if count == len(evaluation.completions):
+    # A completion without a score counts as wrong. If none has a score, the reward is broken, and
+    # an accuracy of 0 would be taken for a result of the model.
+    num_unscored = evaluation.num_unscored
+    if num_unscored == len(evaluation.completions):
         raise ValueError(
-            f"the reward that decides what is correct could score none of {count} completions: "
+            "the reward that decides what is correct could score none of "
+            f"{num_unscored} completions: "
             "there is no accuracy to report"
         )
     return evaluation
@@ -165,21 +191,21 @@ def write_json(
     evaluations: list[Evaluation],
     output: Path,
 ) -> None:
-    """Write the configuration, and per model all metrics and the results of every problem."""
+    """Write the configuration, and of each model all metrics and the results of every problem."""
     content = {"config": config.for_writing(), "models": []}
     for model, evaluation in zip(models, evaluations, strict=True):
         metrics = {name: vars(estimate) for name, estimate in evaluation.estimates.items()}
         problems = []
         for result in evaluation.problems:
-            problems.append(
-                {
-                    "prompt": result.problem.prompt,
-                    "answer": result.problem.columns.get("answer"),
-                    "greedy": vars(result.greedy),
-                    "samples": list(map(vars, result.samples)),
-                }
-            )
+            problem = {
+                "prompt": result.problem.prompt,
+                "answer": result.problem.columns.get("answer"),
+                "greedy": vars(result.greedy),
+                "samples": [vars(sample) for sample in result.samples],
+            }
+            problems.append(problem)
         content["models"].append({"model": model, "metrics": metrics, "problems": problems})
-    # A column that only the user's own rewards read may hold what JSON does not have: bytes, dates.
+    # Values that JSON does not have, such as bytes and dates, are written as text: the column of
+    # answers may hold them if only the user's rewards read it.
     text = json.dumps(json_safe(content), ensure_ascii=False, indent=1, default=str)
     write_atomically(output, text + "\n")

@@ -1,12 +1,14 @@
 """Add a LoRA adapter to the weights of its model: a Hugging Face folder that every program loads
 without peft.
 
-    python -m grpo.merge runs/X                                the newest checkpoint of a run, into
-    its folder merged/ python -m grpo.merge runs/X/checkpoint-100 --output DIR    any folder with
-    adapter_config.json
+    python -m grpo.merge runs/X
+        the newest checkpoint of a run, into its folder merged/
+    python -m grpo.merge runs/X/checkpoint-100 --output DIR
+        any folder with adapter_config.json
 
 The model's own weights are read again from where the adapter's configuration says; peft adds the
-adapter in fp32."""
+adapter in fp32.
+"""
 
 import argparse
 from pathlib import Path
@@ -33,8 +35,11 @@ def main(argv: list[str]) -> None:
         "--trust-remote-code", action="store_true", help="run Python code that comes with the model"
     )
     options = parser.parse_args(argv)
+
     folder = options.folder
+    # The folder of a run has checkpoints, and the newest of them may be half written.
     adapter = folder if is_adapter(folder) else checkpoint.find_newest_valid(folder)
+    # A run without LoRA has checkpoints, too, but they are models already.
     if adapter is None or not is_adapter(adapter):
         raise ValueError(f"{adapter or folder} holds no adapter (adapter_config.json)")
     output = options.output or adapter / "merged"

@@ -16,20 +16,25 @@ from grpo.turns.tools import Tools
 from grpo.vllm import build_engine
 
 BUILTIN_ENGINE = ("rollout.engine=builtin", "rollout.server=start")
-"""Comes before the arguments of the user, since a model may be sampled from without the servers of
-its run."""
+"""Arguments that stand before those of the user: the vLLM servers of a run need not be there when
+its model is sampled from later."""
 
 
 def open_rewards(
     config: Config,
     at_end: ExitStack,
 ) -> tuple[Tools | None, RewardRunner]:
-    """The tools and environments of a run (None if it has no turns), and its rewards."""
+    """The tools and environments of a run (None if it has no turns), and its rewards.
+
+    Both have worker processes, which ``at_end`` closes.
+    """
     tools = None
     specs = config.reward.functions
     if config.uses_turns:
         tools = Tools(config)
+        # Before loading, which may fail and leave a worker behind.
         at_end.callback(tools.close)
+        # The environment may give a reward, too.
         specs = tools.load().reward_specs(specs)
     rewards = RewardRunner(
         specs,
@@ -42,12 +47,20 @@ def open_rewards(
 
 
 def find_tokenizer(config: Config, model: str) -> tuple[str, PreTrainedTokenizerBase]:
-    """The folder or Hub id of a model, which is built or downloaded first, and its tokenizer."""
-    trust = config.model.trust_remote_code
-    path = resolve_model(model, config.data.dataset, trust_remote_code=trust, adapters=True)
+    """The folder or Hub id of a model, and its tokenizer.
+
+    A built-in model is built first, if it is not in the cache.
+    """
+    trust_remote_code = config.model.trust_remote_code
+    path = resolve_model(
+        model,
+        config.data.dataset,
+        trust_remote_code=trust_remote_code,
+        adapters=True,
+    )
     tokenizer = load_tokenizer(
         path,
-        trust_remote_code=trust,
+        trust_remote_code=trust_remote_code,
         chat_template=config.model.chat_template,
     )
     return path, tokenizer
@@ -59,13 +72,14 @@ def load_engine(
     path: str,
     tokenizer: PreTrainedTokenizerBase,
     tools: Tools | None,
-    longest: int = 0,
+    max_row_length: int = 0,
 ) -> Engine:
-    """The engine of the model at ``path``, with the settings of its run. All ranks call it
-    together.
+    """The engine of the model at ``path``, with the settings of a run.
+
+    All ranks call it together.
 
     Args:
-        longest: the most tokens of a prompt and its completion; 0: not known.
+        max_row_length: maximum number of tokens of a prompt and its completion. Default: not known.
     """
     with world.fail_together():
         policy = load_policy(
@@ -77,12 +91,13 @@ def load_engine(
             trust_remote_code=config.model.trust_remote_code,
             base_precision=config.lora.base_precision,
         )
-        # As in training: the same kernels, so the same tokens.
+        # The check chooses the kernels, as at the start of training: other kernels round in another
+        # way, and would sample other tokens.
         check_model(
             policy,
             CompletionScorer(policy.model),
             disable_dropout=config.model.disable_dropout,
-            reach=longest,
+            reach=max_row_length,
         )
     if config.rollout.engine == "vllm":
         engine = build_engine(
@@ -91,7 +106,9 @@ def load_engine(
             policy,
             path=path,
             root=policy.model,
-            longest=min(longest, policy.context_length or longest),
+            # The limit of prompts may be far above the model's context, which vLLM refuses.
+            longest=min(max_row_length, policy.context_length or max_row_length),
+            # The weights do not change here, so the servers need not prove that they have new ones.
             probe_ids=(),
             folder=tempfile.mkdtemp(),
         )
@@ -100,5 +117,6 @@ def load_engine(
     if tools is None:
         return engine
     engine = TurnsEngine(engine, tools, config, num_ranks=world.size)
+    # The run has checked the chat template of its own model, and this may be another model.
     engine.check()
     return engine

@@ -1,4 +1,5 @@
-"""``python -m grpo.report RUN [RUN ...] [--watch] [--output FILE.html]``"""
+"""Write the HTML report of one run or several:
+``python -m grpo.report RUN [RUN ...] [--watch] [--output FILE.html]``."""
 
 import argparse
 import contextlib
@@ -44,11 +45,14 @@ def main(argv: list[str]) -> None:
         help="number of completions shown per run (default 400)",
     )
     options = parser.parse_args(argv)
+
+    # A page of several runs belongs to none of their folders.
     folder = options.runs[0] if len(options.runs) == 1 else Path()
     output = options.output or folder / "report.html"
 
     if options.watch:
-        print(f"{output} follows the run until Ctrl-C is pressed: open it in a browser", flush=True)
+        print(f"{output} follows the run until Ctrl-C is pressed: open it in a browser")
+    # Ctrl-C ends the watch, not the command: the last page is still written.
     with contextlib.suppress(KeyboardInterrupt):
         while options.watch:
             runs = _write(options, output, RELOAD_S)
@@ -56,9 +60,8 @@ def main(argv: list[str]) -> None:
                 break
             time.sleep(RELOAD_S)
     runs = _write(options, output, None)  # this page reloads itself no more
-    print(
-        f"{output}: {len(runs)} run(s), {output.stat().st_size / 1e6:.1f} MB; open it in a browser"
-    )
+    megabytes = output.stat().st_size / 1e6
+    print(f"{output}: {len(runs)} run(s), {megabytes:.1f} MB; open it in a browser")
 
 
 def _write(
@@ -66,6 +69,11 @@ def _write(
     output: Path,
     reload_s: float | None,
 ) -> list[RunData]:
+    """Write the page of all runs. Returns them.
+
+    Args:
+        reload_s: seconds after which the open page reloads itself; None: never.
+    """
     runs = [read_run(folder, max_samples=options.max_samples) for folder in options.runs]
     output.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(output, build_page(runs, reload_s=reload_s))

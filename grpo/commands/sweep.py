@@ -1,9 +1,10 @@
-"""Train a configuration with several values of some keys and several seeds, and compare the
+r"""Train a configuration with several values of some keys and several seeds, and compare the
 results.
 
-    python -m grpo.sweep --config configs/X.yaml --vary algorithm.scale=group,none --vary
-    algorithm.beta=0,0.04 python -m grpo.sweep --config configs/X.yaml --one-at-a-time --vary
-    algorithm.beta=0.1 --vary algorithm.scale=none
+    python -m grpo.sweep --config configs/X.yaml \
+        --vary algorithm.scale=group,none --vary algorithm.beta=0,0.04
+    python -m grpo.sweep --config configs/X.yaml --one-at-a-time \
+        --vary algorithm.beta=0.1 --vary algorithm.scale=none
 
 All combinations of the values run, each with every seed, one run after the other; with
 --one-at-a-time the configuration as it is (`base`) and each value alone. All are checked before the
@@ -13,7 +14,8 @@ OUTPUT/<variant>,seed=<n>/ is an ordinary run, OUTPUT/<variant>,seed=<n>.log wha
 OUTPUT/sweep.md and sweep.csv compare the variants: the mean of each metric over the seeds, and its
 difference to the first variant with the same seeds. The same command continues a sweep that was
 stopped: each run goes on from its newest checkpoint. A run that fails stops no other; it is named
-at the end, and the exit status is 1."""
+at the end, and the exit status is 1.
+"""
 
 import functools
 import itertools
@@ -63,7 +65,8 @@ class SweptRun:
 @command
 def main(argv: list[str]) -> int:
     ignore_broken_pipes()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
+    # SIGTERM, from a scheduler for example, ends a sweep as Ctrl-C does: its run saves.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     parser = command_parser("sweep", __doc__)
     add = parser.add_argument
     add(
@@ -84,6 +87,7 @@ def main(argv: list[str]) -> int:
     )
     add("--table-only", action="store_true", help="compare the runs that are complete; run nothing")
     options, overrides = parser.parse_known_args(argv)
+    # The folder of the sweep has the name of the configuration.
     if options.config is None:
         raise ConfigError("a sweep needs --config FILE")
     output = options.output or Path("runs", f"sweep-{Path(options.config).stem}")
@@ -95,16 +99,16 @@ def main(argv: list[str]) -> int:
         one_at_a_time=options.one_at_a_time,
     )
 
-    failed = []
-    results = {
-        run.variant: {} for run in runs
-    }  # the first variant stays first, also if its first run fails
+    failed_runs = []
+    # Filled before the runs: the first variant stays the first, also if its first run fails.
+    results = {run.variant: {} for run in runs}
     for number, run in enumerate(runs, 1):
         if not options.table_only:
-            print(f"run {number} of {len(runs)}: {run.log}", flush=True)
-            # A complete run ends at once, or with what has changed in its data or rewards.
+            print(f"run {number} of {len(runs)}: {run.log}")
+            # A complete run is started, too: it ends at once, or fails if its data or rewards have
+            # changed since, and its results must not be in the table then.
             if train(run) != 0:
-                failed.append(run)
+                failed_runs.append(run)
                 continue
         if (run.folder / "metrics.jsonl").exists():
             data = read_run(run.folder, max_samples=0)
@@ -115,17 +119,23 @@ def main(argv: list[str]) -> int:
     if num_complete:
         write_results(output, results)
     print(f"{num_complete} of {len(runs)} runs are in the table")
-    for run in failed:
+    for run in failed_runs:
         print(f"error: {run.folder.name} failed: {run.log}", file=sys.stderr)
-    return int(bool(failed))
+    return 1 if failed_runs else 0
 
 
 def read_varied(items: Sequence[str]) -> list[list[str]]:
-    """``section.key=value,value`` of each ``--vary`` as ``[section.key=value, ...]``, one list a
-    key."""
+    """Split each ``section.key=value,value`` of ``--vary``. Returns one list of
+    ``section.key=value`` for each key.
+
+    Raises:
+        ConfigError: if the values are no list in YAML, or there is none.
+    """
     varied: dict[str, list[str]] = {}
     for item in items:
         key, _, rest = item.partition("=")
+        # YAML finds the commas between values. The text of each value is kept as it was written:
+        # the configuration reads it, and it names the variant.
         text = f"[{rest}]"
         try:
             nodes = yaml.compose(text, Loader=yaml.SafeLoader).value
@@ -137,6 +147,7 @@ def read_varied(items: Sequence[str]) -> list[list[str]]:
             )
         for node in nodes:
             value = text[node.start_mark.index : node.end_mark.index]
+            # Two --vary of one key are one list of values.
             varied.setdefault(key, []).append(f"{key}={value}")
     return list(varied.values())
 
@@ -149,32 +160,40 @@ def make_plan(
     *,
     one_at_a_time: bool,
 ) -> list[SweptRun]:
-    """All runs, seed by seed: each combination of the values or, with ``one_at_a_time``, ``base``
-    and each value alone.
+    """All runs of a sweep, seed by seed, each of them checked.
 
     Args:
         base: the training script's arguments for all runs.
+        varied: the values of each key, as :func:`read_varied` returns them.
+        one_at_a_time: the variants are ``base`` and each value alone, not all combinations.
 
     Raises:
-        ValueError: for the first run that cannot be.
+        ValueError: for the first run that cannot be made.
     """
+    # The sweep itself sets these two for each run.
     if any(word.startswith(("seed=", "output_dir=")) for word in itertools.chain(base, *varied)):
         raise ConfigError("seed and output_dir cannot be set in a sweep: use --seeds and --output")
     variants = list(itertools.product(*varied))
     if one_at_a_time:
-        variants = [(), *((change,) for change in itertools.chain(*varied))]
+        variants = [()]
+        for settings in varied:
+            variants += [(setting,) for setting in settings]
     names = variant_names(variants)
 
     runs = []
+    # Seed by seed, so that a sweep that is stopped early has compared all variants.
     for seed in seeds:
         for name, changes in zip(names, variants, strict=True):
             folder = output / f"{name},seed={seed}"
+            # Quoted, since the value is read as YAML, and a folder's name may hold ": ".
             output_dir = f"output_dir={json.dumps(str(folder))}"
             arguments = [*base, *changes, f"seed={seed}", output_dir]
+            # The checks that a run makes before it loads a model.
             config = load_config(arguments)
             check_world_size(config, num_ranks(config))
             load_user_functions(config)
-            # The run itself refuses all other settings that change what it computes.
+            # The run itself refuses to continue with other settings that change what it computes.
+            # Evaluations change nothing there, but the table would compare different ones.
             has_checkpoint = any(folder.glob("checkpoint-*"))
             if has_checkpoint and make_config(folder / "config.yaml").eval != config.eval:
                 raise ConfigError(
@@ -186,24 +205,27 @@ def make_plan(
 
 
 def variant_names(variants: Sequence[Sequence[str]]) -> list[str]:
-    """Names that a person can read and a folder can have: ``scale=none,beta=0.1``; secrets are
-    masked."""
-    names: list[str] = []
+    """Names that a person can read and a folder can have, such as ``scale=none,beta=0.1``."""
+    names = []
     for changes in variants:
+        # Secrets are masked: names are printed, and a dashboard shows them.
         text = ",".join(map(masked_argument, changes)) or "base"
         without_sections = re.sub(r"\b\w+\.(?=\w+=)", "", text)
         name = re.sub(r"[^\w.,=+-]+", "_", without_sections, flags=re.ASCII)[:100].strip("_")
-        names.append(f"{name}-{len(names)}" if name in names else name)
+        # Values may differ only in what is replaced or cut off above.
+        if name in names:
+            name = f"{name}-{len(names)}"
+        names.append(name)
     return names
 
 
 def num_ranks(config: Config) -> int:
-    """The processes of a run: one for each GPU."""
+    """The number of processes of a run: one for each GPU."""
     return 1 if config.runtime.device == "cpu" else max(torch.cuda.device_count(), 1)
 
 
 def train(run: SweptRun) -> int:
-    """The exit code of a run. Ctrl-C is passed on, and the run saves."""
+    """Train one run, and return its exit code. Ctrl-C reaches the run, which then saves."""
     launcher = [sys.executable]
     ranks = num_ranks(run.config)
     if ranks > 1:
@@ -214,15 +236,16 @@ def train(run: SweptRun) -> int:
             [*launcher, str(PAGE), *run.arguments],
             stdout=log,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C reaches the run once, through the sweep
-            preexec_fn=functools.partial(
-                end_with_parent, signal.SIGTERM
-            ),  # it saves if the sweep is killed
+            # A session of its own: Ctrl-C in the terminal reaches the sweep alone, which stops the
+            # run once.
+            start_new_session=True,
+            # If the sweep is killed, the run gets SIGTERM, and saves.
+            preexec_fn=functools.partial(end_with_parent, signal.SIGTERM),
         )
     try:
         return process.wait()
     except KeyboardInterrupt:
         process.terminate()
         process.wait()
-        print("stopped; the run has saved, and the same command continues the sweep", flush=True)
+        print("stopped; the run has saved, and the same command continues the sweep")
         raise

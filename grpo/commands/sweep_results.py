@@ -1,5 +1,5 @@
-"""The results of a sweep: each metric of each variant, and its difference to the first one with the
-same seeds."""
+"""The results of a sweep: each metric of each variant, and its difference to the first variant with
+the same seeds."""
 
 import fnmatch
 import math
@@ -10,8 +10,9 @@ import pandas
 
 from grpo.system import write_atomically
 
-LAST_STEPS = 10
-SHOWN = (
+NUM_LAST_STEPS = 10
+"""Number of steps at the end of a run whose metrics are averaged: those of one step are noisy."""
+TABLE_METRICS = (
     "eval/greedy_accuracy",
     "eval/mean@*",
     "eval/format",
@@ -24,19 +25,24 @@ SHOWN = (
     "grad_norm",
     "step_time",
 )
-"""The metrics of the table in its order; the CSV file has all."""
-STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
-"""97.5% quantiles of Student's t distribution with 1 to 10 degrees of freedom. For more the last
-one is taken, which makes intervals up to 14% too wide."""
-CAPTION = f"""
-Mean over the seeds ± half of its 95% interval. The difference is the mean over the seeds of the variant minus the
-first variant with the same seed; an interval without 0 tells the two apart. Student's t, n - 1 degrees of freedom;
-one seed has no interval. Evaluations: the last one. Other metrics: mean of the last {LAST_STEPS} steps.
+"""Patterns of the metrics in the table, in its order. The CSV file has all metrics."""
+T_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+"""97.5% quantiles of Student's t distribution with 1 to 10 degrees of freedom.
+
+With more degrees of freedom the last one is taken, which makes intervals up to 14% too wide.
 """
+CAPTION = (
+    "\nMean over the seeds ± half of its 95% interval. "
+    "The difference is the mean over the seeds of the variant minus the\n"
+    "first variant with the same seed; an interval without 0 tells the two apart. "
+    "Student's t, n - 1 degrees of freedom;\n"
+    "one seed has no interval. Evaluations: the last one. "
+    f"Other metrics: mean of the last {NUM_LAST_STEPS} steps.\n"
+)
 
 Results = dict[str, dict[int, list[dict[str, Any]]]]
-"""Variant -> seed -> the lines of ``metrics.jsonl``; the base, to which all are compared, comes
-first."""
+"""Variant -> seed -> the lines of ``metrics.jsonl``. The first variant is the base, to which the
+others are compared."""
 
 
 def write_results(output: Path, results: Results) -> None:
@@ -46,54 +52,65 @@ def write_results(output: Path, results: Results) -> None:
     write_atomically(output / "sweep.md", table)
     write_atomically(output / "sweep.csv", rows.to_csv(index=False))
     print(table)
-    print(f"written   {output}: sweep.md, sweep.csv", flush=True)
+    print(f"written   {output}: sweep.md, sweep.csv")
 
 
 def measure(metrics: list[dict[str, Any]]) -> pandas.Series:
     """The numbers of one run by metric: its last evaluation, and the means of the last steps."""
+    # Step 0 is the evaluation before training, which says nothing about the variant.
     table = pandas.DataFrame(metrics, dtype=float).query("step > 0")
+    # The last line with an evaluation: most steps have none.
     evaluation = table.filter(regex="^eval/").dropna(how="all").tail(1)
-    steps = table.filter(regex="^(?!eval/)").tail(LAST_STEPS)
+    steps = table.filter(regex="^(?!eval/)").tail(NUM_LAST_STEPS)
+    # The mean of one row is the row itself, and a mean leaves out the steps that lack a metric.
     return pandas.concat([evaluation.mean(), steps.mean()])
 
 
 def compare(results: Results) -> pandas.DataFrame:
-    """One row for each variant and metric."""
-    values = {}
-    for variant, runs in results.items():
-        values[variant] = pandas.DataFrame({seed: measure(run) for seed, run in runs.items()})
-    base = next(iter(values.values()))
+    """A table with one row for each variant and metric."""
+    base = None
     parts = {}
-    for variant, numbers in values.items():
-        difference = numbers - base  # NaN with a seed, and of a metric, that one of the two lacks
+    for variant, runs in results.items():
+        # One row for each metric, one column for each seed.
+        numbers = pandas.DataFrame({seed: measure(run) for seed, run in runs.items()})
+        if base is None:
+            base = numbers
+        # Seeds may differ more than variants do, so variants are compared seed by seed. The
+        # difference is NaN where one of the two lacks the seed or the metric.
+        difference = numbers - base
         columns = {
             "seeds": numbers.count(axis=1),
             "mean": numbers.mean(axis=1),
-            "mean_95": half_width(numbers),
+            "mean_95": margin_of_error(numbers),
             "difference": difference.mean(axis=1),
-            "difference_95": half_width(difference),
+            "difference_95": margin_of_error(difference),
         }
         parts[variant] = pandas.DataFrame(columns)
     rows = pandas.concat(parts, names=["variant", "metric"]).reset_index()
     return rows[rows["seeds"] > 0].astype({"seeds": int})
 
 
-def half_width(numbers: pandas.DataFrame) -> pandas.Series:
-    """Half of the 95% interval of each row's mean; NaN for fewer than two numbers, which have no
-    s.d."""
+def margin_of_error(numbers: pandas.DataFrame) -> pandas.Series:
+    """The margin of error of each row's mean: half of the width of its 95% interval.
+
+    NaN for fewer than two numbers, which have no standard deviation.
+    """
     n = numbers.count(axis=1)
-    quantiles = n.map(lambda count: STUDENT[min(count - 2, len(STUDENT) - 1)])
+    # n numbers have n - 1 degrees of freedom, and the first quantile is that of one.
+    quantiles = n.map(lambda count: T_QUANTILES[min(count - 2, len(T_QUANTILES) - 1)])
     return quantiles * numbers.std(axis=1) / n**0.5
 
 
 def as_markdown(rows: pandas.DataFrame, base: str) -> str:
-    """The table of the metrics of ``SHOWN``."""
+    """The Markdown table of ``TABLE_METRICS``, and its caption."""
+    # Padded to columns: the table is also printed, and read as it is.
     width = rows["variant"].str.len().max()
+    heading = f"difference to {base}"
     lines = [
-        f"| {'metric':24} | {'variant':{width}} | seeds | {'mean':22} | {'difference to ' + base:22} |",
+        f"| {'metric':24} | {'variant':{width}} | seeds | {'mean':22} | {heading:22} |",
         f"|-{'-' * 24}-|-{'-' * width}-|-------|-{'-' * 22}-|-{'-' * 22}-|",
     ]
-    for pattern in SHOWN:
+    for pattern in TABLE_METRICS:
         for metric in fnmatch.filter(rows["metric"].unique(), pattern):
             for row in rows[rows["metric"] == metric].itertuples():
                 mean = _cell(row.mean, row.mean_95)
@@ -101,17 +118,21 @@ def as_markdown(rows: pandas.DataFrame, base: str) -> str:
                 if row.variant == base:
                     difference = ""
                 lines.append(
-                    f"| {metric:24} | {row.variant:{width}} | {row.seeds:5} | {mean:22} | {difference:22} |"
+                    f"| {metric:24} | {row.variant:{width}} | {row.seeds:5} "
+                    f"| {mean:22} | {difference:22} |"
                 )
     return "\n".join(lines) + "\n" + CAPTION
 
 
 def _cell(
     value: float,
-    half: float,
+    margin: float,
     sign: str = "",
 ) -> str:
+    """A value and its margin of error. ``sign``: "+" shows the sign of positive values, too."""
     if math.isnan(value):
         return "-"
     text = f"{value:{sign}.4g}"
-    return text if math.isnan(half) else f"{text} ± {half:.2g}"
+    if math.isnan(margin):
+        return text
+    return f"{text} ± {margin:.2g}"
