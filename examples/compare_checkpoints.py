@@ -2,7 +2,8 @@
 
 Each accuracy comes with its 95% interval. The difference has an interval of its own, over problems:
 both models answer the same ones, so it is narrower than two separate intervals suggest. Without
-folders, a short run makes the two checkpoints."""
+folders, a short run makes the two checkpoints.
+"""
 
 import sys
 from pathlib import Path
@@ -20,6 +21,7 @@ SETTINGS = {
     "rollout": {"prompts_per_step": 8, "num_generations": 8, "max_completion_length": 64},
     "algorithm.beta": 0.0,
     "optim": {"learning_rate": 2e-4, "max_steps": 8},
+    # Several samples of each problem make its accuracy more exact than right or wrong.
     "eval": {"before_training": False, "num_samples": 4, "temperature": 1.0},
     "checkpoint": {"save_steps": 2, "keep": 4, "resume": "never"},
     "runtime.precision": "fp32",
@@ -27,23 +29,29 @@ SETTINGS = {
 
 
 def accuracies(evaluation):
-    """The share of right samples of each problem."""
-    return [
-        sum(sample.correct for sample in problem.samples) / len(problem.samples)
-        for problem in evaluation.problems
-    ]
+    """The accuracy of each problem: right samples over all samples."""
+    values = []
+    for problem in evaluation.problems:
+        num_right = sum(sample.correct for sample in problem.samples)
+        values.append(num_right / len(problem.samples))
+    return values
 
 
 folders = sys.argv[1:3]
 if not folders:
     result = train(SETTINGS)
     folders = [str(result.output_dir / "checkpoint-2"), str(result.checkpoint)]
+
 config = make_config(SETTINGS)
-first, second = run(
-    config, folders, Path(config.output_dir, "evaluation.json"), start_world(config.runtime)
-)
-pairs = zip(accuracies(first), accuracies(second), strict=True)
-difference = mean_of([[after - before] for before, after in pairs])
+output = Path(config.output_dir, "evaluation.json")
+first, second = run(config, folders, output, start_world(config.runtime))
+
+# A hard problem is hard for both models. In differences of one problem that cancels out.
+differences = []
+for before, after in zip(accuracies(first), accuracies(second), strict=True):
+    differences.append([after - before])
+difference = mean_of(differences)
 print(
-    f"difference of the accuracies: {difference.value:+.3f}, 95% interval {difference.low:+.3f} to {difference.high:+.3f}"
+    f"difference of the accuracies: {difference.value:+.3f}, "
+    f"95% interval {difference.low:+.3f} to {difference.high:+.3f}"
 )

@@ -1,7 +1,8 @@
 """Environments of other packages, as glue of a few lines (docs/tools.md has the table).
 
-``environment: "examples/environments.py:Sudoku"`` in a configuration names one. Each package is
-imported where it is used, so that the others need not be installed.
+``environment: "examples/environments.py:Sudoku"`` in a configuration names one. A reset/step
+environment has two methods: ``reset`` returns the prompt, and ``step`` gets the text of a turn of
+the model, and returns what Gymnasium's does: observation, reward, terminated, truncated, info.
 """
 
 
@@ -14,6 +15,7 @@ class Sudoku:
     game_id = "game:Sudoku-v0-easy"
 
     def __init__(self):
+        # Each package is imported where it is used, so that the others need not be installed.
         import gem
 
         self.game = gem.make(self.game_id)
@@ -24,7 +26,8 @@ class Sudoku:
 
     def step(self, action):
         text, reward, terminated, truncated, info = self.game.step(action)
-        return f"{text}\n{info['suffix']}", reward, terminated, truncated, info
+        observation = f"{text}\n{info['suffix']}"
+        return observation, reward, terminated, truncated, info
 
 
 class GuessTheNumber:
@@ -45,12 +48,19 @@ class GuessTheNumber:
 
     def observe(self):
         _, messages = self.game.get_observation()
-        return "\n".join(text for sender, text, _ in messages if sender != 0)
+        # Player 0 is the model, which knows what it wrote itself.
+        texts = [text for sender, text, _ in messages if sender != 0]
+        return "\n".join(texts)
 
     def step(self, action):
         done, info = self.game.step(action)
+        return self.result(done, info)
+
+    def result(self, done, info):
+        # TextArena gives its rewards at the end of the game, by player.
         rewards, _ = self.game.close()
-        return self.observe(), rewards[0] if done else 0.0, done, False, info
+        reward = rewards[0] if done else 0.0
+        return self.observe(), reward, done, False, info
 
 
 class TicTacToe(GuessTheNumber):
@@ -65,10 +75,14 @@ class TicTacToe(GuessTheNumber):
         done, info = self.game.step(action)
         while not done and self.game.state.current_player_id == 1:
             board = self.game.state.game_state["board"]
-            free = [cell for cell in range(9) if not board[cell // 3][cell % 3]]
-            done, info = self.game.step(f"[{random.choice(free)}]")
-        rewards, _ = self.game.close()
-        return self.observe(), rewards[0] if done else 0.0, done, False, info
+            free_cells = []
+            for cell in range(9):
+                if not board[cell // 3][cell % 3]:
+                    free_cells.append(cell)
+            # The trainer seeds Python's random numbers before each step, so a game can be repeated.
+            move = random.choice(free_cells)
+            done, info = self.game.step(f"[{move}]")
+        return self.result(done, info)
 
 
 class Blackjack:
@@ -80,17 +94,22 @@ class Blackjack:
         self.game = gymnasium.make("Blackjack-v1")
 
     def reset(self, seed):
-        (total, shown, _), _ = self.game.reset(seed=seed)
-        return f"Your cards count {total}, the dealer shows {shown}. Do you hit or stick?"
+        cards, _ = self.game.reset(seed=seed)
+        total, dealer_card, _ = cards
+        return f"Your cards count {total}, the dealer shows {dealer_card}. Do you hit or stick?"
 
     def step(self, action):
-        (total, *_), *result = self.game.step(int("hit" in action.lower()))
-        return f"Your cards count {total}. Do you hit or stick?", *result
+        is_hit = "hit" in action.lower()
+        cards, reward, terminated, truncated, info = self.game.step(int(is_hit))
+        total, _, _ = cards
+        observation = f"Your cards count {total}. Do you hit or stick?"
+        return observation, reward, terminated, truncated, info
 
 
 class SkyGsm8k:
     """A problem of SkyRL-gym. Its object serves one episode, and needs the columns of the row."""
 
+    # The prompt and the columns of the dataset's row are arguments of reset, by name.
     def reset(self, prompt, **row):
         from skyrl_gym.envs.gsm8k.multi_turn_env import GSM8kMultiTurnEnv
 
@@ -99,7 +118,9 @@ class SkyGsm8k:
 
     def step(self, action):
         result = self.game.step(action)
-        text = "".join(message["content"] for message in result["observations"])
+        messages = result["observations"]
+        contents = [message["content"] for message in messages]
+        text = "".join(contents)
         return text, result["reward"], result["done"], False, {}
 
 
@@ -115,15 +136,19 @@ class OpenEnvGame:
 
         from openenv import GenericEnvClient
 
-        self.client = GenericEnvClient(base_url=os.environ["GAME_URL"]).sync()
+        client = GenericEnvClient(base_url=os.environ["GAME_URL"])
+        self.client = client.sync()
 
     def reset(self, seed):
-        return self.client.reset(seed=seed).observation["echoed_message"]
+        result = self.client.reset(seed=seed)
+        return result.observation["echoed_message"]
 
     def step(self, action):
         result = self.client.step({"message": action})
-        return result.observation["echoed_message"], result.reward, result.done, False, {}
+        text = result.observation["echoed_message"]
+        return text, result.reward, result.done, False, {}
 
+    # Called at the end of the run. The connection stays open until then, over all resets.
     def close(self):
         self.client.close()
 
@@ -134,11 +159,14 @@ class Gsm8k:
     async def reset(self, prompt, answer, **row):
         from aviary.envs.gsm8k import CalculatorEnv
 
-        self.problem = CalculatorEnv(None, str(prompt), answer.replace(",", ""))
+        # Aviary reads the answer as a number, and GSM8K writes 1,400.
+        number = answer.replace(",", "")
+        self.problem = CalculatorEnv(None, str(prompt), number)
         await self.problem.reset()
         self.reward = 0.0
         self.done = False
 
+    # This environment has no `step`, so each public method is a tool, as the model reads it here.
     async def calculator(self, expr: str) -> str:
         """Calculate a number.
 
@@ -158,9 +186,11 @@ class Gsm8k:
     async def _call(self, name, **arguments):
         from aviary.core import ToolCall, ToolRequestMessage
 
+        # The model reads this error as the result of its call.
         if self.done:
             raise ValueError("the problem has ended")
-        action = ToolRequestMessage(tool_calls=[ToolCall.from_name(name, **arguments)])
+        call = ToolCall.from_name(name, **arguments)
+        action = ToolRequestMessage(tool_calls=[call])
         messages, reward, self.done, _ = await self.problem.step(action)
         self.reward += reward
         return messages[0].content

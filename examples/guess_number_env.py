@@ -3,19 +3,24 @@ number and gets hints.
 
 A class in the form of TRL's environments. Each completion has an object of its own: `reset` gets
 the columns of a row, every public method but `reset` and `get_reward` is a tool, and the reward is
-read when the conversation has ended."""
+read when the conversation has ended.
+"""
 
 
 class GuessNumber:
     """The tool `guess`, and a reward of 1 for the right number, less 0.05 for each guess before
     it."""
 
+    # Names that begin with _ are no tools, and the model never sees them.
+
     def reset(self, secret: int, **row) -> None:
         """Hide a number. Nothing is added to the prompt, so nothing is returned."""
+        # One object serves many completions, so all that a conversation changes is set here.
         self._secret = int(secret)
         self._num_guesses = 0
         self._solved = False
 
+    # The model reads the docstring and the type hints of a tool.
     def guess(self, number: int) -> str:
         """Guess the hidden number.
 
@@ -25,6 +30,7 @@ class GuessNumber:
         Returns:
             Whether the hidden number is higher or lower than the guess, or that the guess is right.
         """
+        # The model may write another type than the hint says. An error here is text that it reads.
         number = int(number)
         if self._solved:
             return "right"
@@ -36,4 +42,6 @@ class GuessNumber:
 
     def get_reward(self) -> float:
         """The reward of the conversation, called once when it has ended."""
-        return 1.0 - 0.05 * (self._num_guesses - 1) if self._solved else 0.0
+        if not self._solved:
+            return 0.0
+        return 1.0 - 0.05 * (self._num_guesses - 1)

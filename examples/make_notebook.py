@@ -1,7 +1,8 @@
 """Write own_loop.ipynb from own_loop.py: python examples/make_notebook.py [--check]
 
 `# %%` begins a cell of code, `# %% [markdown]` one of text. With --check nothing is written, and
-the exit code is 1 if the notebook is not what would be written."""
+the exit code is 1 if the notebook is not what would be written.
+"""
 
 import json
 import re
@@ -10,24 +11,35 @@ from pathlib import Path
 
 SCRIPT = Path(__file__).parent / "own_loop.py"
 NOTEBOOK = SCRIPT.with_suffix(".ipynb")
+CELL = re.compile(r"^# %%(.*)\n((?:(?!# %%).*\n?)*)", re.MULTILINE)
+"""A line that begins a cell, with what follows `# %%`, and all lines up to the next one."""
 
 
 def cells_of(script: str) -> list[dict]:
     """The cells, in the notebook format 4.5."""
     cells = []
-    for number, (kind, text) in enumerate(
-        re.findall(r"^# %%(.*)\n((?:(?!# %%).*\n?)*)", script, re.MULTILINE)
-    ):
+    for number, (kind, text) in enumerate(CELL.findall(script)):
         text = text.strip("\n")
-        if "[markdown]" in kind:
+        is_markdown = "[markdown]" in kind
+        if is_markdown:
             text = re.sub(r"^# ?", "", text, flags=re.MULTILINE)
-        cell = {"id": f"cell-{number}", "metadata": {}, "source": text.splitlines(keepends=True)}
-        code = {"cell_type": "code", "execution_count": None, "outputs": []}
-        cells.append(cell | ({"cell_type": "markdown"} if "[markdown]" in kind else code))
+
+        # The format wants an id in each cell. One that is drawn would change with each writing.
+        cell = {
+            "id": f"cell-{number}",
+            "metadata": {},
+            "source": text.splitlines(keepends=True),
+        }
+        if is_markdown:
+            cell["cell_type"] = "markdown"
+        else:
+            cell |= {"cell_type": "code", "execution_count": None, "outputs": []}
+        cells.append(cell)
     return cells
 
 
 def notebook_of(script: str) -> str:
+    """The text of the notebook file."""
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
     content = {
         "cells": cells_of(script),
@@ -39,10 +51,10 @@ def notebook_of(script: str) -> str:
 
 
 if __name__ == "__main__":
-    wanted = notebook_of(SCRIPT.read_text(encoding="utf-8"))
+    notebook = notebook_of(SCRIPT.read_text(encoding="utf-8"))
     if "--check" not in sys.argv:
-        NOTEBOOK.write_text(wanted, encoding="utf-8")
-    elif NOTEBOOK.read_text(encoding="utf-8") != wanted:
+        NOTEBOOK.write_text(notebook, encoding="utf-8")
+    elif NOTEBOOK.read_text(encoding="utf-8") != notebook:
         sys.exit(
             "own_loop.ipynb is not made from own_loop.py: run python examples/make_notebook.py"
         )

@@ -1,5 +1,7 @@
-# %% [markdown] # A training loop of your own The parts of `grpo` without configuration, checkpoints
-# or ranks. The tiny model is built at the first use; 30 steps then take seconds.
+# %% [markdown]
+# # A training loop of your own
+# The parts of `grpo` without configuration, checkpoints or ranks.
+# The tiny model is built at the first use; 30 steps then take seconds.
 
 # %%
 import torch
@@ -13,64 +15,85 @@ from grpo.data.tiny import build_tiny_model
 from grpo.model import load_policy, load_tokenizer
 from grpo.rollout import BuiltinEngine, SamplingParams, check_model
 
-MODEL, SEED, STEPS, P, G = (
-    str(build_tiny_model("arithmetic")),
-    0,
-    30,
-    8,
-    8,
-)  # P problems a step, G completions of each
+MODEL = str(build_tiny_model("arithmetic"))
+SEED = 0
+STEPS = 30
+P = 8  # problems in each step
+G = 8  # completions of each problem
 
 
 def reward(completions, answer, **columns):
-    return [
-        float(f"<answer>{a}</answer>" in text) - 0.001 * len(text)
-        for text, a in zip(completions, answer, strict=True)
-    ]
+    """1 for the right answer in its tag, less 0.001 for each character: one number a completion."""
+    rewards = []
+    for text, right in zip(completions, answer, strict=True):
+        is_right = f"<answer>{right}</answer>" in text
+        rewards.append(float(is_right) - 0.001 * len(text))
+    return rewards
 
 
-# %% [markdown] The model, what samples and scores with it, and the problems: their tokens, and the
+# %% [markdown]
+# The model, the parts that sample and score with it, and the problems: their tokens, and the
 # columns that the reward reads.
 
 # %%
 tokenizer = load_tokenizer(MODEL)
 policy = load_policy(MODEL, tokenizer, device=torch.device("cpu"), precision="fp32")
 scorer = CompletionScorer(policy.model)
-check_model(
-    policy, scorer
-)  # refuses a model that its KV cache samples wrongly; chooses fast kernels that are right
+# Compares sampling with scoring: a model that its KV cache samples wrongly is refused, and fast
+# kernels are switched on where they are right.
+check_model(policy, scorer)
 optimizer = torch.optim.AdamW(policy.model.parameters(), lr=2e-4, weight_decay=0.0)
 engine = BuiltinEngine(policy)
 sampling = SamplingParams(num_generations=G, max_completion_length=64)
 
 problems = []
-for index, row in enumerate(load_task("arithmetic").rows("train", seed=SEED, count=STEPS * P)):
+rows = load_task("arithmetic").rows("train", seed=SEED, count=STEPS * P)
+for index, row in enumerate(rows):
     messages = [{"role": "user", "content": row["prompt"]}]
-    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    problems.append(Problem(index, row["prompt"], tuple(ids), {"answer": row["answer"]}))
+    prompt_ids = tokenizer.apply_chat_template(
+        messages,
+        add_generation_prompt=True,
+        return_dict=False,
+    )
+    columns = {"answer": row["answer"]}
+    problems.append(Problem(index, row["prompt"], tuple(prompt_ids), columns))
 
 # %% [markdown]
 # Each step: sample groups, compute rewards and advantages, score the tokens, update.
 
 # %%
 for step in range(STEPS):
+    # The random numbers depend on the seed, the step and the problem alone, so a second run gives
+    # the same completions.
     groups = engine.generate(
-        problems[step * P : (step + 1) * P], sampling, seed_key=(SEED, "rollout", step)
+        problems[step * P : (step + 1) * P],
+        sampling,
+        seed_key=(SEED, "rollout", step),
     )
-    rewards_PG = torch.tensor(
-        [
-            reward([c.text for c in group.completions], [group.problem.columns["answer"]] * G)
-            for group in groups
-        ]
-    )
-    batch = collate(
-        groups, group_advantages(rewards_PG), pad_id=policy.pad_id, device=policy.device
-    )
+
+    rewards = []
+    for group in groups:
+        texts = [completion.text for completion in group.completions]
+        answers = [group.problem.columns["answer"]] * G
+        rewards.append(reward(texts, answers))
+    rewards_PG = torch.tensor(rewards)
+    # The reward minus the mean of its group, divided by the standard deviation of its group.
+    advantages_PG = group_advantages(rewards_PG)
+
+    batch = collate(groups, advantages_PG, pad_id=policy.pad_id, device=policy.device)
     logprobs_BT, _ = scorer(*batch.scorer_inputs)
+    # With one update per rollout, the policy that sampled is the policy that is trained: the old
+    # log-probs are the new ones, without their gradient.
+    old_logprobs_BT = logprobs_BT.detach()
     loss_sum, _ = policy_loss(
-        logprobs_BT, logprobs_BT.detach(), batch.advantages_B, batch.loss_mask_BT
+        logprobs_BT,
+        old_logprobs_BT,
+        batch.advantages_B,
+        batch.loss_mask_BT,
     )
-    (loss_sum / loss_denominator(batch.loss_mask_BT)).backward()
+    # The sum and its denominator are apart so that micro-batches and ranks can add up theirs.
+    loss = loss_sum / loss_denominator(batch.loss_mask_BT)
+    loss.backward()
     torch.nn.utils.clip_grad_norm_(policy.model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()

@@ -1,4 +1,4 @@
-"""``python -m grpo.chat``."""
+"""``python -m grpo.chat``: see :mod:`grpo.commands.chat`."""
 
 import sys
 

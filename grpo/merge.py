@@ -1,4 +1,4 @@
-"""``python -m grpo.merge``."""
+"""``python -m grpo.merge``: see :mod:`grpo.commands.merge`."""
 
 import sys
 

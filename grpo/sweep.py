@@ -1,4 +1,4 @@
-"""``python -m grpo.sweep``."""
+"""``python -m grpo.sweep``: see :mod:`grpo.commands.sweep`."""
 
 import sys
 

@@ -1,5 +1,7 @@
-"""GSM8K with TRL 1.16.0, after the "GRPO demo" of Will Brown (2025), written anew. docs/from_trl.md
-ports it."""
+"""GSM8K with TRL 1.16.0, after the "GRPO demo" of Will Brown (2025), written anew.
+
+docs/from_trl.md ports it.
+"""
 
 import re
 
@@ -24,58 +26,78 @@ def load_gsm8k(path, **options):
             {"role": "system", "content": SYSTEM_PROMPT},
             {"role": "user", "content": row["question"]},
         ]
-        return {"prompt": messages, "answer": row["answer"].split("####")[1].strip()}
+        answer = row["answer"].split("####")[1].strip()
+        return {"prompt": messages, "answer": answer}
 
     return load_dataset(path, split="train", **options).map(convert)
 
 
 def response(completion):
+    """The text of a completion, which is a list of one message."""
     return completion[0]["content"]
 
 
 def extract_answer(text):
     """The text in the last <answer>."""
-    return text.rpartition("<answer>")[2].partition("</answer>")[0].strip()
+    _, _, after_tag = text.rpartition("<answer>")
+    answer, _, _ = after_tag.partition("</answer>")
+    return answer.strip()
 
 
-def number(text):
+def plain_number(text):
+    """A number as the model is expected to write it: 1234 for $1,234."""
     return text.replace(",", "").replace("$", "")
 
 
 def correctness_reward_func(prompts, completions, answer, **kwargs):
     """2 for the right answer."""
-    return [
-        2.0 * (extract_answer(response(c)) == number(a))
-        for c, a in zip(completions, answer, strict=True)
-    ]
+    rewards = []
+    for completion, right in zip(completions, answer, strict=True):
+        is_right = extract_answer(response(completion)) == plain_number(right)
+        rewards.append(2.0 if is_right else 0.0)
+    return rewards
 
 
 def int_reward_func(completions, **kwargs):
     """0.5 for an answer of digits only."""
-    return [0.5 * extract_answer(response(c)).isdigit() for c in completions]
+    rewards = []
+    for completion in completions:
+        answer = extract_answer(response(completion))
+        rewards.append(0.5 if answer.isdigit() else 0.0)
+    return rewards
 
 
 def strict_format_reward_func(completions, **kwargs):
     """0.5 for the form of the system prompt with each tag on its own line."""
     pattern = r"<reasoning>\n.*?\n</reasoning>\n<answer>\n.*?\n</answer>\n?"
-    return [0.5 * bool(re.fullmatch(pattern, response(c), re.DOTALL)) for c in completions]
+    rewards = []
+    for completion in completions:
+        match = re.fullmatch(pattern, response(completion), re.DOTALL)
+        rewards.append(0.5 if match else 0.0)
+    return rewards
 
 
 def soft_format_reward_func(completions, **kwargs):
     """0.5 if the response begins with both pairs of tags, however they are spaced."""
     pattern = r"<reasoning>.*?</reasoning>\s*<answer>.*?</answer>"
-    return [0.5 * bool(re.match(pattern, response(c), re.DOTALL)) for c in completions]
+    rewards = []
+    for completion in completions:
+        match = re.match(pattern, response(completion), re.DOTALL)
+        rewards.append(0.5 if match else 0.0)
+    return rewards
 
 
 def xmlcount_reward_func(completions, **kwargs):
     """0.125 for each tag that occurs once, less 0.001 for each character after the last one."""
     tags = ("<reasoning>", "</reasoning>", "<answer>", "</answer>")
-
-    def count(text):
-        trailing = text.partition("</answer>")[2].strip()
-        return 0.125 * sum(text.count(tag) == 1 for tag in tags) - 0.001 * len(trailing)
-
-    return [count(response(c)) for c in completions]
+    rewards = []
+    for completion in completions:
+        text = response(completion)
+        num_single_tags = sum(text.count(tag) == 1 for tag in tags)
+        _, _, after_answer = text.partition("</answer>")
+        num_trailing = len(after_answer.strip())
+        rewards.append(0.125 * num_single_tags - 0.001 * num_trailing)
+    return rewards
 
 
 def main(model="Qwen/Qwen2.5-1.5B-Instruct", dataset=None, **changes):
@@ -90,12 +112,14 @@ def main(model="Qwen/Qwen2.5-1.5B-Instruct", dataset=None, **changes):
         max_grad_norm=0.1,
         logging_steps=1,
         bf16=True,
+        # Completions, not prompts: 16 x 4 are 4 prompts of 16 completions in each update.
         per_device_train_batch_size=16,
         gradient_accumulation_steps=4,
         num_generations=16,
         max_completion_length=786,
         num_train_epochs=1,
         save_steps=100,
+        # The defaults of the time of the demo; TRL's defaults have changed since.
         beta=0.04,
         loss_type="grpo",
         use_bias_correction_kl=False,
