@@ -144,7 +144,8 @@ def main() -> None:
         tokens_per_microbatch=16384,
         max_tokens=256,
     ).parse_args()
-    where = about(a, versions={"ours": versions(sys.executable), "trl": versions(a.trl_python)})
+    both = {"ours": versions(sys.executable), "trl": versions(a.trl_python)}
+    where = about(a, versions=both)
     results = []
     for text in a.settings.split():
         precision, beta, threads = text.split(":")
@@ -153,7 +154,8 @@ def main() -> None:
             "beta": float(beta),
             "threads": int(threads),
         }
-        records = measure(["ours", *a.trl.split()], a.trl_python, vars(a) | setting)
+        sides = ["ours", *a.trl.split()]
+        records = measure(sides, a.trl_python, vars(a) | setting)
         results.append({"setting": setting, "summary": summary(records), "records": records})
         print(table(results[-1:]), flush=True)
         note = f"Seconds are per 1,000 completion tokens, medians of {a.steps - 1} steps.\n\n"

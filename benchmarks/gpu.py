@@ -84,6 +84,7 @@ def run_apart(name: str, bench: Bench, end: float) -> dict:
         row["result"] = "not run: not done in time"
     elif process.exitcode == 0:
         text = (bench.scratch / f"{name}.json").read_text()
+        # Four digits are more than a measurement has.
         row |= json.loads(text, parse_float=lambda number: float(f"{float(number):.4g}"))
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)

@@ -92,7 +92,8 @@ def graphs(precision: str, bench: Bench) -> dict:
             torch.manual_seed(0)
             # More than by an update, so that stale weights show.
             for p in policy.model.parameters():
-                p.data.add_(torch.randn_like(p), alpha=0.05 * float(p.detach().std()))
+                scale = 0.05 * float(p.detach().std())
+                p.data.add_(torch.randn_like(p), alpha=scale)
         captured = Mock(side_effect=torch.cuda.CUDAGraph)
         with patch.object(torch.cuda, "CUDAGraph", captured):
             groups = engine.generate(problems, sampling, seed_key=key)

@@ -169,7 +169,8 @@ def exact(bench: Bench) -> dict:
             scorer.packed = side == "packed"
             with policy.autocast():
                 logprobs_BT, _ = scorer(*batch.scorer_inputs)
-            (logprobs_BT.sum(dim=1) * batch.advantages_B).sum().backward()
+            weighted_B = logprobs_BT.sum(dim=1) * batch.advantages_B
+            weighted_B.sum().backward()
             distance_N = logprobs_BT.detach()[batch.completion_mask_BT] - exact_N
             difference = taken_gradient(policy) - exact_gradient
             errors = [
@@ -200,7 +201,8 @@ def step(bench: Bench) -> dict:
     said = []
     engine = ForcedLengths(policy, cuda_graphs=True, warn=said.append)
     rng = torch.Generator().manual_seed(0)
-    engine.lengths_UG = torch.randint(T // 4, T + 1, (P, GROUP), generator=rng)
+    shape = (P, GROUP)
+    engine.lengths_UG = torch.randint(T // 4, T + 1, shape, generator=rng)
 
     def update(groups: list[Group]):
         """One update, as in ``train_grpo.update``."""

@@ -2,13 +2,15 @@
 several seeds.
 
     python benchmarks/gsm8k_learns.py --model FOLDER --train train.jsonl --test test.jsonl
-    3 seeds x 30 steps python benchmarks/gsm8k_learns.py --table-only
-    table of the stored results
+        3 seeds x 30 steps
+    python benchmarks/gsm8k_learns.py --table-only
+        table of the stored results
 
 The configuration is configs/gsm8k_cpu.yaml. `python -m grpo.evaluation` evaluates on the first test
 problems: greedily, and with 4 samples each at temperature 1. All models answer the same problems
 with the same random numbers. Each result is written to benchmarks/results/gsm8k_learns.json at once
-(a stored run is not repeated), and from there to .md."""
+(a stored run is not repeated), and from there to .md.
+"""
 
 import argparse
 import json
@@ -46,7 +48,12 @@ def train(seed: int, options: argparse.Namespace, output: Path) -> dict[str, lis
         f"seed={seed}",
         f"optim.max_steps={options.steps}",
     )
-    return {name: [round(line[name], 4) for line in lines if line["step"]] for name in CURVES}
+    # Step 0 is the evaluation before training.
+    steps = [line for line in lines if line["step"]]
+    curves = {}
+    for name in CURVES:
+        curves[name] = [round(line[name], 4) for line in steps]
+    return curves
 
 
 def evaluate(model: str | Path, options: argparse.Namespace, output: Path) -> dict[str, dict]:
@@ -67,7 +74,8 @@ def evaluate(model: str | Path, options: argparse.Namespace, output: Path) -> di
         "eval.num_samples=4",
         "eval.temperature=1.0",
     )
-    return json.loads(output.read_text())["models"][0]["metrics"]
+    evaluation = json.loads(output.read_text())
+    return evaluation["models"][0]["metrics"]
 
 
 def table(evaluations: dict[str, dict]) -> str:

@@ -1,10 +1,12 @@
-"""Held-out accuracy by number of sampled completions, beside TRL 1.16.0: same initial model, same
+r"""Held-out accuracy by number of sampled completions, beside TRL 1.16.0: same initial model, same
 problems.
 
-    python benchmarks/learning_vs_trl.py --trl-python .venv-trl/bin/python           3 seeds each,
-    then the table python benchmarks/learning_vs_trl.py --table-only
-    of the stored results python benchmarks/learning_vs_trl.py --trl-python .venv-trl/bin/python
-    --config X.yaml [section.key=value ...]
+    python benchmarks/learning_vs_trl.py --trl-python .venv-trl/bin/python
+        3 seeds each, then the table
+    python benchmarks/learning_vs_trl.py --table-only
+        the table of the stored results
+    python benchmarks/learning_vs_trl.py --trl-python .venv-trl/bin/python --config X.yaml \
+        [section.key=value ...]
 
 Settings of both: builtin:tiny, builtin:arithmetic in the order of our schedule, 8 problems x 8
 completions a step, 64 tokens, temperature 1, rewards accuracy + 0.5 format, clip 0.2, beta 0,
@@ -16,7 +18,8 @@ the same held-out problems: 4 samples each at temperature 1, and greedily.
 
 With --config all of these come from that file, also device and precision; the table then has the
 mean of each reward before and after, too, and results go to the folder of --runs. A setting that
-TRL lacks (several updates per rollout, a stop string, ...) stops the script with its name."""
+TRL lacks (several updates per rollout, a stop string, ...) stops the script with its name.
+"""
 
 import argparse
 import json
@@ -58,7 +61,11 @@ def run_ours(seed: int, options: argparse.Namespace) -> dict:
     points = []
     for line in lines:
         if GREEDY in line:
-            points.append({k: v for k, v in line.items() if k == "step" or k.startswith("eval/")})
+            point = {"step": line["step"]}
+            for name, value in line.items():
+                if name.startswith("eval/"):
+                    point[name] = value
+            points.append(point)
     return {
         "points": points,
         "reward_by_step": [round(line["reward"], 4) for line in steps],

@@ -1,12 +1,14 @@
-"""Resident memory of the trainer by step, in bf16 and fp32, with one rank and with two: does it
+r"""Resident memory of the trainer by step, in bf16 and fp32, with one rank and with two: does it
 grow?
 
-    python benchmarks/memory.py --model DIR --data train.jsonl python benchmarks/memory.py --model
-    DIR --data train.jsonl --settings "bf16:1" --steps 30 optim.max_grad_norm=0.5
+    python benchmarks/memory.py --model DIR --data train.jsonl
+    python benchmarks/memory.py --model DIR --data train.jsonl --settings "bf16:1" --steps 30 \
+        optim.max_grad_norm=0.5
 
 A run of configs/gsm8k_cpu.yaml with 4 problems of about 242 prompt tokens x 8 completions and beta
 0.04; ``key=value`` changes it. RSS is read at the end of every update, on the rank that has most.
-Two threads in all."""
+Two threads in all.
+"""
 
 import json
 import os

@@ -7,11 +7,14 @@ Qwen2.5 with a reference under bf16. Weight, gradient and Adam's two averages ar
 parameter. The second table is that of docs/one_gpu.md: an update and a rollout of
 configs/gsm8k_qwen2.5_0.5b.yaml, which has no reference."""
 
+import math
+
 from common import markdown
 
 ADAPTER_RANK = 16
 SHARDS = 8
-QWEN = {  # layers, hidden size, width of keys, MLP, vocabulary, whether the head is tied to the embedding
+QWEN = {
+    # Layers, hidden size, width of keys, MLP, vocabulary, is the head tied to the embedding.
     "0.5B": (24, 896, 128, 4864, 151936, True),
     "1.5B": (28, 1536, 256, 8960, 151936, True),
     "3B": (36, 2048, 256, 11008, 151936, True),
@@ -47,13 +50,13 @@ def gigabytes(
     embedding = vocab * hidden
     root = embedding * (1 if is_tied else 2) + hidden  # parameters in no layer
     total = layers * layer + root
-    in_bf16 = layers * linear + (
-        0 if is_tied else embedding
-    )  # of the reference; the rest stays in fp32
+    # The reference has its linear layers in bf16. The rest stays in fp32.
+    in_bf16 = layers * linear
+    if not is_tied:
+        in_bf16 += embedding
     reference = 2 * in_bf16 + 4 * (total - in_bf16)
-    copies = 2 * (
-        layers * linear + embedding
-    )  # in bf16: those of rollouts, and those of autocast in a pass
+    # In bf16: the weights of rollouts, and those of autocast in a pass.
+    copies = 2 * (layers * linear + embedding)
     sharded = (16 * total + reference) / SHARDS + copies
     rollout = 4 * (embedding + hidden + 2 * hidden * layers)  # gathered embedding and norms
     passes = 4 * (root + 2 * layer)  # gathered: the root, the layer that computes and the next one
@@ -77,11 +80,13 @@ def one_gpu(
     """GB of weights, gradients, Adam, bf16 weights, activations, head; of KV cache and drawing in
     the evaluation."""
     layers, hidden, kv, _, vocab, _ = QWEN[name]
-    total, *_, with_lora = (round(figure * 1e9) for figure in gigabytes(*QWEN[name]))
+    total, _, _, with_lora = [round(figure * 1e9) for figure in gigabytes(*QWEN[name])]
     linear = total - vocab * hidden - hidden * (2 * layers + 1)
     embedding = vocab * hidden
     copies = 2 * (linear + embedding)
-    head = 10 * -(-(2**27) // vocab) * vocab  # logits of a chunk: in bf16, and two tensors in fp32
+    # Logits of a chunk: in bf16, and two tensors in fp32, together 10 bytes each.
+    chunk_tokens = math.ceil(2**27 / vocab)
+    head = 10 * chunk_tokens * vocab
     full, frozen, inputs = SAVED[name]
     if lora:
         base = 2 * linear + 4 * (total - linear)
@@ -95,22 +100,18 @@ def one_gpu(
         casts = copies
         saved = full
         head += 6 * embedding  # and the gradient of the head before it is added
-    activations = tokens * (layers * inputs + saved if checkpointing else layers * saved)
+    # With checkpointing, the inputs of all layers are saved, and the rest of one layer at a time.
+    bytes_per_token = layers * saved
+    if checkpointing:
+        bytes_per_token = layers * inputs + saved
+    activations = tokens * bytes_per_token
     update = [weights, 4 * trained, 8 * trained, casts, activations, head]
     # An evaluation: 256 completions at once, of 300 tokens of prompt and 512.
     cache = 256 * 812 * 2 * layers * kv * 2
     drawing = 256 * vocab * 20
     evaluation = cache + drawing + weights + 8 * trained + copies
-    return [
-        figure / 1e9
-        for figure in (
-            *update,
-            sum(update),
-            cache,
-            drawing,
-            evaluation,
-        )
-    ]
+    figures = [*update, sum(update), cache, drawing, evaluation]
+    return [figure / 1e9 for figure in figures]
 
 
 if __name__ == "__main__":
@@ -118,7 +119,8 @@ if __name__ == "__main__":
     rows = []
     for name, shape in QWEN.items():
         parameters, *figures = gigabytes(*shape)
-        rows.append([name, f"{parameters:.2f}B", *(f"{figure:.0f}" for figure in figures)])
+        cells = [f"{figure:.0f}" for figure in figures]
+        rows.append([name, f"{parameters:.2f}B", *cells])
     print(markdown(columns, rows))
 
     columns = [
@@ -142,7 +144,6 @@ if __name__ == "__main__":
                     lora=trained == "LoRA",
                     checkpointing="checkpointing" in trained,
                 )
-                rows.append(
-                    [name, trained, f"{tokens:,}", *(f"{figure:.1f}" for figure in figures)]
-                )
+                cells = [f"{figure:.1f}" for figure in figures]
+                rows.append([name, trained, f"{tokens:,}", *cells])
     print(markdown(columns, rows), end="")

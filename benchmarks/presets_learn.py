@@ -50,13 +50,15 @@ def table(runs: list[dict]) -> str:
     rows = []
 
     def add(label: str, evaluations: list[dict], *, with_range: bool = True) -> None:
-        greedy, samples, formats = (
-            [100 * found[name] for found in evaluations] for name in MEASURED
-        )
+        greedy, samples, formats = [
+            [100 * evaluation[name] for evaluation in evaluations] for name in MEASURED
+        ]
         deviation = f"{statistics.stdev(samples):.1f}" if len(samples) > 1 else "-"
         spread = f"{min(samples):.1f} to {max(samples):.1f}" if with_range else ""
-        means = [f"{statistics.mean(values):.1f}" for values in (samples, greedy, formats)]
-        rows.append([label, len(samples), means[0], deviation, spread, *means[1:]])
+        mean, greedy_mean, format_mean = [
+            f"{statistics.mean(values):.1f}" for values in (samples, greedy, formats)
+        ]
+        rows.append([label, len(samples), mean, deviation, spread, greedy_mean, format_mean])
 
     for preset in PRESETS:
         if found := [entry["after"] for entry in runs if entry["preset"] == preset]:

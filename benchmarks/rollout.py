@@ -1,17 +1,20 @@
 """Sampling: tokens a second of this trainer's rollouts beside ``model.generate``, same weights,
 prompts and lengths.
 
-    python benchmarks/rollout.py --model DIR                                       a checkpoint, on
-    what there is python benchmarks/rollout.py --model DIR --server http://127.0.0.1:8000
-    beside a vLLM server, as in training python benchmarks/rollout.py --shape qwen2.5-0.5b --rows 64
-    --prompt 256       random weights of a known shape
+    python benchmarks/rollout.py --model DIR
+        a checkpoint, on the GPU or else the CPU
+    python benchmarks/rollout.py --model DIR --server http://127.0.0.1:8000
+        beside a vLLM server, as in training
+    python benchmarks/rollout.py --shape qwen2.5-0.5b --rows 64 --prompt 256
+        random weights of a known shape
 
 Lengths are forced: row r may end only at a length drawn from a log-normal distribution, through a
 logits processor in ``generate`` and the same rule in ours, so that both sample the same number of
 tokens. Each is run ``--repeats`` times in turn; medians.
 
 A vLLM server gets the weights before each run (timed apart), and returns log-probs, which ours
-computes."""
+computes.
+"""
 
 import statistics
 import time

@@ -68,7 +68,8 @@ def main() -> None:
             print(f"{name}: {seconds[name][-1]:.2f} s", flush=True)
     several = seconds["several"]
     print(
-        f"{a.ranks} ranks of one thread, {a.prompts} problems each, efficiency of the whole step beside"
+        f"{a.ranks} ranks of one thread, {a.prompts} problems each, "
+        "efficiency of the whole step beside"
     )
     for name in ("one rank alone", "independent runs"):
         print(f"{name}: {shown(ratios(seconds[name], several))}")

@@ -19,10 +19,13 @@ from common import trl_trainer
 P = 4
 G = 8
 SYSTEM = (
-    "Answer the question. First think step by step between <think> and </think>, then give the final number between "
-    "<answer> and </answer>.\n\nExample question: Natalia sold clips to 48 of her friends in April, and then she sold "
-    "half as many clips in May. How many clips did Natalia sell altogether in April and May?\nExample answer: "
-    "<think>\nNatalia sold 48/2 = 24 clips in May. Natalia sold 48+24 = 72 clips altogether in April and May.\n"
+    "Answer the question. First think step by step between <think> and </think>, "
+    "then give the final number between <answer> and </answer>.\n\n"
+    "Example question: Natalia sold clips to 48 of her friends in April, and then she sold half as "
+    "many clips in May. How many clips did Natalia sell altogether in April and May?\n"
+    "Example answer: <think>\n"
+    "Natalia sold 48/2 = 24 clips in May. "
+    "Natalia sold 48+24 = 72 clips altogether in April and May.\n"
     "</think>\n<answer>72</answer>"
 )
 
@@ -30,7 +33,8 @@ SYSTEM = (
 def problems(a) -> list[dict]:
     """Rows of GSM8K."""
     rows = []
-    for line in Path(a.data).read_text(encoding="utf-8").splitlines()[: P * a.steps]:
+    lines = Path(a.data).read_text(encoding="utf-8").splitlines()
+    for line in lines[: P * a.steps]:
         row = json.loads(line)
         answer = row["answer"].split("####")[-1].strip()
         rows.append({"question": row["question"], "answer": answer})
@@ -41,7 +45,8 @@ def ours(a, wait_for_turn) -> dict:
     import grpo.run.steps
     import train_grpo
 
-    make_step = grpo.run.steps.Step  # the first call of a step, before its clock starts
+    # A step constructs its Step first, before its clock starts: there it waits for its turn.
+    make_step = grpo.run.steps.Step
 
     def in_turn(number):
         wait_for_turn()
@@ -50,7 +55,8 @@ def ours(a, wait_for_turn) -> dict:
     grpo.run.steps.Step = in_turn
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "rows.jsonl"
-        data.write_text("".join(json.dumps(row) + "\n" for row in problems(a)), encoding="utf-8")
+        rows = [json.dumps(row) + "\n" for row in problems(a)]
+        data.write_text("".join(rows), encoding="utf-8")
         code = train_grpo.main(
             [
                 f"output_dir={folder}/run",
@@ -61,7 +67,8 @@ def ours(a, wait_for_turn) -> dict:
                 "data.max_prompt_length=1024",
                 f"data.system_prompt={json.dumps(SYSTEM)}",
                 "reward.functions=[{name: format}]",
-                f"rollout={{prompts_per_step: {P}, num_generations: {G}, max_completion_length: {a.max_tokens}}}",
+                f"rollout={{prompts_per_step: {P}, num_generations: {G}, "
+                f"max_completion_length: {a.max_tokens}}}",
                 f"algorithm={{name: grpo, beta: {a.beta}}}",
                 "optim.learning_rate=1.0e-6",
                 f"optim.max_steps={a.steps}",
@@ -70,10 +77,9 @@ def ours(a, wait_for_turn) -> dict:
             ]
         )
         assert code == 0
-        lines = [
-            json.loads(line)
-            for line in (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()
-        ]
+        text = (Path(folder) / "run" / "metrics.jsonl").read_text()
+    lines = [json.loads(line) for line in text.splitlines()]
+    # Step 0 is the evaluation before training.
     steps = [line for line in lines if line["step"]]
     return {
         "tokens": [line["completions/mean_length"] * P * G for line in steps],
@@ -157,7 +163,8 @@ def main() -> None:
         print("ready", file=replies, flush=True)
         sys.stdin.readline()
 
-    record = (ours if a.side == "ours" else trl)(a, wait_for_turn)
+    measure = ours if a.side == "ours" else trl
+    record = measure(a, wait_for_turn)
     record["peak_rss_mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     print(json.dumps(record), file=replies, flush=True)
 

@@ -1,14 +1,17 @@
-"""Scoring and its backward pass, packed groups beside padded rows: tokens a second and peak memory.
+r"""Scoring and its backward pass, packed groups beside padded rows: tokens a second, peak memory.
 
-    python benchmarks/update.py --model DIR python benchmarks/update.py --model DIR --points
-    "4:256:256 8:256:256 16:256:256 8:256:64 8:64:256" python benchmarks/update.py --model DIR
-    --equal-groups 2    of the 4 groups, 2 have advantage 0 and are skipped
+    python benchmarks/update.py --model DIR
+    python benchmarks/update.py --model DIR \
+        --points "4:256:256 8:256:256 16:256:256 8:256:64 8:64:256"
+    python benchmarks/update.py --model DIR --equal-groups 2
+        of the 4 groups, 2 have advantage 0 and are skipped
 
 A point is group:prompt:longest completion, in tokens. Each measurement has a fresh process, and the
 two sides alternate. Tokens are completion tokens, the same number on both sides. Utilisation is
 relative to a large matrix product on this machine with the same threads and precision. The counted
 work is each prompt once, forward and backward. Peak memory is the growth of the process's peak RSS
-during the pass."""
+during the pass.
+"""
 
 import argparse
 import json
@@ -52,10 +55,12 @@ def measure(a) -> dict[str, float]:
     vocabulary = policy.model.config.vocab_size
 
     def ids(n: int) -> tuple[int, ...]:
-        return tuple(torch.randint(2, vocabulary, (n,), generator=rng).tolist())
+        drawn = torch.randint(2, vocabulary, (n,), generator=rng)
+        return tuple(drawn.tolist())
 
-    least = max(a.completion // 4, 1)
-    lengths_PG = torch.randint(least, a.completion + 1, (a.prompts, a.group), generator=rng)
+    shortest = max(a.completion // 4, 1)
+    shape = (a.prompts, a.group)
+    lengths_PG = torch.randint(shortest, a.completion + 1, shape, generator=rng)
     lengths = lengths_PG.tolist()
     groups = []
     for number, row in enumerate(lengths):
@@ -64,7 +69,8 @@ def measure(a) -> dict[str, float]:
         groups.append(Group(problem, completions))
     advantages_PG = torch.ones(a.prompts, a.group)
     advantages_PG[: a.equal_groups] = 0
-    batch = skip_zero_advantage(collate(groups, advantages_PG, pad_id=0, device=device))
+    batch = collate(groups, advantages_PG, pad_id=0, device=device)
+    batch = skip_zero_advantage(batch)
 
     def update() -> None:
         for micro, _ in microbatches(batch, a.tokens_per_microbatch, packed=scorer.packed):
@@ -106,9 +112,9 @@ def flops(model, prompt: int, lengths: list[list[int]]) -> float:
         pairs += prompt**2 / 2
         pairs += sum(prompt * n + n**2 / 2 for n in row)
     tokens = prompt * len(lengths) + completion_tokens
-    width = c.num_attention_heads * (
-        getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
-    )
+    # Not every configuration names the width of a head.
+    head_width = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+    width = c.num_attention_heads * head_width
     products = 6.0 * (body * tokens + head.numel() * completion_tokens)
     return products + 12.0 * c.num_hidden_layers * width * pairs
 
@@ -141,30 +147,35 @@ def main() -> None:
         repeats=3,
         output=None,
     )
-    p.add_argument(
-        "--measure", nargs=2, help=argparse.SUPPRESS
-    )  # side and point, in a process of its own
+    # Side and point, for the fresh process of one measurement.
+    p.add_argument("--measure", nargs=2, help=argparse.SUPPRESS)
     a = p.parse_args()
     if a.measure:
         a.side, point = a.measure
-        a.group, a.prompt, a.completion = (int(number) for number in point.split(":"))
+        a.group, a.prompt, a.completion = map(int, point.split(":"))
         print(json.dumps(measure(a)))
         return
+
     columns = ["group", "prompt", "completion", "tokens/s, packed", "padded", "times"]
     columns += ["utilisation, packed", "padded", "peak MiB, packed", "padded"]
     rows = []
     results = []
     for point in a.points.split():
-        found = {"packed": [], "padded": []}
+        by_side = {"packed": [], "padded": []}
         for number in range(a.repeats):
-            for side in in_turn(found, number):
+            for side in in_turn(by_side, number):
                 printed = run(sys.executable, __file__, *sys.argv[1:], "--measure", side, point)
-                found[side].append(json.loads(printed.splitlines()[-1]))
-        results.append({"point": point, "found": found})
+                # The process may print warnings first.
+                last_line = printed.splitlines()[-1]
+                by_side[side].append(json.loads(last_line))
+        results.append({"point": point, "found": by_side})
         cells = point.split(":")
         for name, form in FORMATS.items():
-            values = [[one[name] for one in found[side]] for side in found]
-            cells += [f"{statistics.median(numbers):{form}}" for numbers in values]
+            values = []
+            for measurements in by_side.values():
+                numbers = [measurement[name] for measurement in measurements]
+                values.append(numbers)
+                cells.append(f"{statistics.median(numbers):{form}}")
             if name == "tokens_per_second":
                 cells.append(shown(ratios(*values)))
         rows.append(cells)
