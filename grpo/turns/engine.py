@@ -67,7 +67,7 @@ class Conversation:
         # The completions of a group share the seed of the reset, so that they begin equal. No
         # completion has the number -1.
         self.group_seed = derive_seed(*seed_key, problem.index, -1)
-        if tools.owns_prompts:
+        if tools.environment_makes_prompts:
             # Without a dataset, rows are seeds. The prompt of a chat is no such row.
             self.group_seed = problem.columns.get("seed", self.group_seed)
         self.seed = derive_seed(*seed_key, problem.index, row % sampling.num_generations)
@@ -82,7 +82,7 @@ class Conversation:
         """The rewards of the turns, in a reset/step environment."""
         self.calls: list[ToolCall] = []
         self.stop_reason = ""
-        """See :class:`grpo.algorithm.batch.MultiTurnCompletion`; empty while it goes on."""
+        """The reason why the completion ended; empty until then."""
         self.failure = ""
         """The reason why the environment has failed; empty if it works."""
 
@@ -105,7 +105,7 @@ class Conversation:
 
         rollout = self.tools.config.rollout
         answers = []
-        if self.tools.steps:
+        if self.tools.is_stepped:
             answers = self._step()
         elif not calls:
             self.stop_reason = "stop"
@@ -146,7 +146,7 @@ class Conversation:
                 reward = self._environment_reward()
             # An environment that got no action has neither failed nor worked, so it does not count
             # when the run decides whether its environments are broken.
-            if self.failure or self.rewards or not self.tools.steps:
+            if self.failure or self.rewards or not self.tools.is_stepped:
                 failure = self.failure
         return MultiTurnCompletion(
             ids=completion.ids,
@@ -166,7 +166,7 @@ class Conversation:
 
     def _environment_reward(self) -> float | None:
         """The reward that the environment gives itself; None if it gives none."""
-        if not self.tools.steps:
+        if not self.tools.is_stepped:
             return self._ask(ENVIRONMENT, "get_reward", self._next_seed()).value
         rewards = [reward for reward in self.rewards if reward is not None]
         # A conversation that was cut before its first action has earned 0.
@@ -349,7 +349,7 @@ class TurnsEngine:
             ValueError: if it cannot.
         """
         tools = self.tools
-        notes = self.turn_format.check(uses_tools=not tools.steps, schemas=tools.schemas)
+        notes = self.turn_format.check(uses_tools=not tools.is_stepped, schemas=tools.schemas)
         # The tiny model has learned its calls in a warm start, so its template shows no tools.
         if not is_tiny_tokenizer(self.policy.tokenizer):
             for note in notes:

@@ -78,7 +78,7 @@ class TurnFormat:
         # A turn may have several calls.
         num_answers = 2 if uses_tools else 1
         try:
-            # A template may render the answers of the first turn in another way than later ones.
+            # A template may render answers to the first turn in another way than to later turns.
             for num_earlier in (0, 1):
                 for content in ("x", ""):  # a tool may return an empty text
                     answer = {"role": role, "name": "f", "content": content}
@@ -115,6 +115,7 @@ class TurnFormat:
             self._read_calls = reader
             if self._reads_template(schemas):
                 return True
+        # The two forms of tags are read in any case: the system prompt may ask for them.
         self._read_calls = read_tags
         return False
 

@@ -37,7 +37,7 @@ class Description:
     each method that is a tool."""
     source_files: dict[str, str]
     """Name for messages -> path."""
-    steps: bool = False
+    is_stepped: bool = False
     """True for a reset/step environment, where a whole turn of the model is an action."""
     has_reward: bool = False
     """True if the environment gives a reward itself."""
@@ -116,11 +116,11 @@ class LoadedEnvironment:
         environment = self._factory()
         self.slots[0] = environment
         self._to_close.append(environment)
-        steps = _is_stepped(environment)
+        is_stepped = _is_stepped(environment)
         tools = {}
         for name, _ in inspect.getmembers(type(environment), inspect.isfunction):
             is_tool = not name.startswith("_") and name not in NOT_TOOLS
-            if is_tool and not steps:
+            if is_tool and not is_stepped:
                 # The bound method: its signature has no `self`.
                 method = getattr(environment, name)
                 tools |= _schema(method, {})
@@ -128,8 +128,8 @@ class LoadedEnvironment:
             type(environment).__name__,
             tools,
             functions.source_files(self._spec, self._factory),
-            steps,
-            has_reward=steps or hasattr(environment, "get_reward"),
+            is_stepped,
+            has_reward=is_stepped or hasattr(environment, "get_reward"),
         )
 
     def reset(self, slot: int, row: dict[str, Any], seed: int) -> Any:

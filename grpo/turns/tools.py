@@ -36,11 +36,11 @@ class Tools:
     def __init__(self, config: Config, objects: Mapping[str, Any] | None = None):
         self.config = config
         self._objects = objects or {}
-        self.owns_prompts = config.data.dataset == ENVIRONMENT_ROWS
+        self.environment_makes_prompts = config.data.dataset == ENVIRONMENT_ROWS
         """True if there is no dataset, and the environment's ``reset`` makes the prompts."""
         self.pool = Pool(config.reward.num_workers or DEFAULT_NUM_WORKERS)
         self.environment: Description | None = None
-        self.steps = False
+        self.is_stepped = False
         """True for a reset/step environment, where a whole turn of the model is an action."""
         self.key_of_tool: dict[str, str] = {}
         """Name of a tool -> key of the object in the workers that runs the tool."""
@@ -70,8 +70,8 @@ class Tools:
                 LoadedEnvironment,
                 name,
             )
-            self.steps = self.environment.steps
-            if self.steps and self.config.tools:
+            self.is_stepped = self.environment.is_stepped
+            if self.is_stepped and self.config.tools:
                 raise ValueError(
                     "a reset/step environment takes whole turns as actions, so it cannot stand "
                     "beside tools"

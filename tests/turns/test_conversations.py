@@ -102,7 +102,7 @@ def play(
         "rows",
         list(prompts),
         columns or [{} for _ in prompts],
-        lacks_prompts=tools.owns_prompts,
+        lacks_prompts=tools.environment_makes_prompts,
     )
     problems = make_problems(
         rows, config.data, policy.tokenizer, schemas_of=tools.schemas_of
