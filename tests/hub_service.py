@@ -32,10 +32,11 @@ class Handler(BaseHTTPRequestHandler):
         api = path.startswith("api/")
         kind, *rest = path.removeprefix("api/").split("/")
         if kind not in ("datasets", "models"):
+            # /me/model/resolve/...: models have no prefix there
             kind, rest = (
                 "models",
                 [kind, *rest],
-            )  # /me/model/resolve/...: models have no prefix there
+            )
         folder = self.root / kind / "/".join(rest[:2])
         verb = rest[2] if len(rest) > 2 else ""
         inside = "/".join(rest[4:])

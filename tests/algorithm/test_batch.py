@@ -142,9 +142,8 @@ def test_microbatches_hold_every_row_once_within_the_budget():
         for part, is_last in microbatches(batch, tokens):
             seen += assert_same_rows(part, batch)
             lasts.append(is_last)
-            assert (
-                part.sequence_ids_BS.numel() <= tokens or len(part) == 1
-            )  # padding counted; alone only if it must be
+            # padding counted; alone only if it must be
+            assert part.sequence_ids_BS.numel() <= tokens or len(part) == 1
         assert sorted(seen) == list(range(24))
         assert lasts == [False] * (len(lasts) - 1) + [True]  # the one that synchronises
         assert num_parts in (None, len(lasts))

@@ -149,11 +149,12 @@ def test_chunks_bound_the_logits(monkeypatch):
     monkeypatch.setattr(grpo.algorithm.logprobs, "_divide_by_temperature", counted)
     monkeypatch.setattr(grpo.algorithm.logprobs, "LOGITS_PER_CHUNK", 5 * V)
     logprobs_BT, _ = scorer(*uneven_rows())
+    # 4 + 2 + 6 + 0 completion tokens; prompts and padding never meet the head
     assert rows_of_logits == [
         5,
         5,
         2,
-    ]  # 4 + 2 + 6 + 0 completion tokens; prompts and padding never meet the head
+    ]
     gradients_of(model, logprobs_BT)
     assert rows_of_logits == [5, 5, 2] * 2  # and once more in the backward pass
 

@@ -192,9 +192,8 @@ def test_off_policy_sequence_mask_by_hand():
 
 def test_top_entropy_tokens_by_hand():
     entropies_N = double([0.1, 0.9, 0.4, 0.7, 0.2])
-    assert entropy_threshold(entropies_N, 0.4).item() == close(
-        0.4 + 0.4 * 0.3
-    )  # rank .6 * 4 = 2.4 between .4 and .7
+    # rank .6 * 4 = 2.4 between .4 and .7
+    assert entropy_threshold(entropies_N, 0.4).item() == close(0.4 + 0.4 * 0.3)
     assert entropy_threshold(torch.ones(0), 0.2).item() == math.inf
     many_N = torch.arange(2**24 + 1, dtype=torch.float32)  # more than torch.quantile takes
     assert entropy_threshold(many_N, 0.5).item() == 2**23

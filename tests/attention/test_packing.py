@@ -68,10 +68,11 @@ def test_packed_equals_padded(name, recompute):
     packed = scored(scorer, *rows())
     hook.remove()
     # 11 + 1 + 7 prompt tokens, once each, and each completion without its last token
+    # the last 2 are padding: 86 is none of the few sizes
     assert calls[0] == (
         1,
         19 + 4 + 0 + 39 + 8 + 16 + 2,
-    )  # the last 2 are padding: 86 is none of the few sizes
+    )
     torch.testing.assert_close(packed[0], padded[0], rtol=0, atol=1e-5)
     torch.testing.assert_close(packed[1], padded[1], rtol=0, atol=1e-5)
     assert packed[2].keys() == padded[2].keys()
@@ -82,9 +83,8 @@ def test_packed_equals_padded(name, recompute):
 
 
 def test_packed_equals_padded_in_float64():
-    scorer = CompletionScorer(
-        build(*CAN["gpt2, learned positions"]).double()
-    )  # (the others' norms compute in fp32)
+    # (the others' norms compute in fp32)
+    scorer = CompletionScorer(build(*CAN["gpt2, learned positions"]).double())
     padded = scored(scorer, *rows())
     scorer, why_padded = checked(scorer.model)
     assert why_padded is None

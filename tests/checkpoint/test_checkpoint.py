@@ -171,9 +171,8 @@ def test_only_the_newest_are_kept(random_model, tmp_path):
         save(tmp_path, step, things)
     assert [step for step, _ in list_checkpoints(tmp_path)] == [10, 9]
     cut_short(tmp_path / "checkpoint-10" / "model.safetensors")
-    save(
-        tmp_path, 3, things, keep=1
-    )  # the run went on from step 2: later ones are not pushed out by it, nor push it out
+    # the run went on from step 2: later ones are not pushed out by it, nor push it out
+    save(tmp_path, 3, things, keep=1)
     assert [step for step, _ in list_checkpoints(tmp_path)] == [10, 9, 3]
 
 
@@ -182,11 +181,12 @@ def test_a_save_killed_while_it_replaces_one_of_its_step_loses_neither(random_mo
     save(tmp_path, 1, things, num_tokens=1)
     folder = save(tmp_path, 1, things, num_tokens=2)
     partial = tmp_path / ".partial-checkpoint-1"
+    # what was left of the old one, in any order
     for old in (
         [],
         ["model.safetensors"],
         ["manifest.json"],
-    ):  # what was left of the old one, in any order
+    ):
         os.rename(folder, partial)
         for name in old:
             folder.mkdir()

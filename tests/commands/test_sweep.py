@@ -146,13 +146,14 @@ def test_metrics_and_seeds_that_a_variant_lacks():
     ]
     assert [[cell.strip() for cell in row] for row in table[2:]] == [
         ["reward", "base", "1", "1", ""],
+        # t of one degree of freedom: 12.706 * sqrt(2) / sqrt(2)
         [
             "reward",
             "b",
             "2",
             "5 ± 13",
             "+3",
-        ],  # t of one degree of freedom: 12.706 * sqrt(2) / sqrt(2)
+        ],
         ["kl", "b", "1", "0.5", "-"],
     ]
 
@@ -223,9 +224,8 @@ def test_a_sweep_is_killed_stopped_and_continued(tmp_path, random_model):
     try:
         wait_for(lambda: steps(second) >= 2)
         sweep.kill()
-        wait_for(
-            lambda: "stopped at step" in log.read_text()
-        )  # its run is told by the kernel, saves and ends
+        # its run is told by the kernel, saves and ends
+        wait_for(lambda: "stopped at step" in log.read_text())
         seen = steps(second)
         assert 2 <= seen < 40 and steps(base) == 40
         first_metrics = (base / "metrics.jsonl").stat().st_mtime_ns

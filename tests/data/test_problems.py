@@ -123,9 +123,8 @@ def test_with_a_chat_template_no_second_bos_is_added():
 
 def test_prompts_too_long_are_left_out_and_counted_never_cut():
     texts = ["one", "one two", "one two three", "", "one two three four", "two", None, " "]
-    found = problem_set(
-        texts, plain_tokenizer(), max_prompt_length=3
-    )  # with its BOS, "one two" has exactly 3
+    # with its BOS, "one two" has exactly 3
+    found = problem_set(texts, plain_tokenizer(), max_prompt_length=3)
     assert [problem.prompt_ids for problem in found.problems] == [(0, 3), (0, 3, 4), (0, 4)]
     assert (found.num_too_long, found.num_empty) == (2, 3)
     # The index is the row's place in the file: randomness hangs on it, so it must not move with the
@@ -300,9 +299,8 @@ EVERY_KEY = (
 
 
 def test_every_key_of_a_message_reaches_the_template():
-    arrow = rows_of(
-        datasets.Dataset.from_list([{"prompt": HISTORY}]), "dataset"
-    )  # every message has every key
+    # every message has every key
+    arrow = rows_of(datasets.Dataset.from_list([{"prompt": HISTORY}]), "dataset")
     tokenizer = with_template(EVERY_KEY)
     for prompt in (HISTORY, arrow[0]["prompt"]):
         problem = problem_of(prompt, tokenizer)

@@ -39,9 +39,8 @@ def main(file: str, arguments: list[str]) -> None:
     ]
     gradients = [p.grad for p in model.parameters() if p.requires_grad]
     held = [*model.parameters(), *gradients, *averages]
-    storages = [
-        local_shard(tensor).untyped_storage() for tensor in held
-    ]  # of which several may be views of one
+    # of which several may be views of one
+    storages = [local_shard(tensor).untyped_storage() for tensor in held]
     own = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
     facts = dict(
         bytes=world.gather_objects(own),

@@ -155,9 +155,8 @@ def test_replicas_of_shards_with_offload(folder):
     both += ["runtime.try_largest_step=true", "checkpoint.keep_best=eval/mean_length"]
     options = ["runtime.shard_size=2", "runtime.offload=all"]
     run = train(folder, "replicas", *both, *options, "model.gradient_checkpointing=true", ranks=4)
-    expected = train(
-        folder, "bf16", *both, "runtime.parallel=ddp", ranks=4
-    )  # the same rows on each rank round alike
+    # the same rows on each rank round alike
+    expected = train(folder, "bf16", *both, "runtime.parallel=ddp", ranks=4)
     assert difference(run / "checkpoint-2", expected / "checkpoint-2") <= 1e-5
     assert ids(run, range(2)) == ids(expected, range(2))
     assert lines(run)[-1] == pytest.approx(lines(expected)[-1], rel=1e-2, abs=1e-5)

@@ -266,10 +266,11 @@ def test_functions_of_the_code_tour_and_of_the_formulas_exist():
         is_room = (ROOT / "grpo" / f"{room}.py").exists() or (
             ROOT / "grpo" / room / "__init__.py"
         ).exists()
+        # data.Schedule is a class, data.dataset a key
         if is_room and dotted not in {
             *keys_of(Config),
             "config.yaml",
-        }:  # data.Schedule is a class, data.dataset a key
+        }:
             pkgutil.resolve_name(f"grpo.{dotted}")
             found += 1
     assert found > 30

@@ -235,11 +235,12 @@ def test_of_a_large_file_blocks_are_read(tmp_path):
     with open(path, "wb") as file:
         file.truncate(megabytes * 2**20)
     found = {digest(path)}
+    # the first block, the 33rd, the last
     for place in (
         0,
         99 * 2**20 * 32 // 63,
         megabytes * 2**20 - 1,
-    ):  # the first block, the 33rd, the last
+    ):
         with open(path, "r+b") as file:
             file.seek(place)
             file.write(b"x")

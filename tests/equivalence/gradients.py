@@ -105,10 +105,11 @@ def main(output: str, model: str, *cuts: str) -> None:
         changed = make_config(
             config, {"algorithm": algorithm, "optim.tokens_per_microbatch": int(tokens)}
         )
+        # with LoRA one for both
         for scorer in (
             run.learner.bare_scorer,
             getattr(run.learner.ref_scorer, "scorer", run.learner.ref_scorer),
-        ):  # with LoRA one for both
+        ):
             scorer.packed = packed == "packed"
         run.learner.policy.model.load_state_dict(before)
         ref_scorer = run.learner.ref_scorer if beta else None

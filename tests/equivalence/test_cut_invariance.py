@@ -124,15 +124,15 @@ def test_update_is_the_same_without_the_rows_of_advantage_0(options, aggregation
                     ranks,
                     cut,
                 )
-            assert other_metrics["entropy"] != pytest.approx(
-                metrics["entropy"], rel=1e-6
-            )  # over fewer rows
+            # over fewer rows
+            assert other_metrics["entropy"] != pytest.approx(metrics["entropy"], rel=1e-6)
             _, first_metrics = options[aggregation, 1, *SKIPPED[1][0], "skip"]
+            # over the same rows, whichever rank has them
             for name in (
                 "entropy",
                 "ratio",
                 "clip_ratio/region_mean",
-            ):  # over the same rows, whichever rank has them
+            ):
                 assert other_metrics[name] == pytest.approx(first_metrics[name], rel=1e-6), (
                     name,
                     ranks,
@@ -148,9 +148,8 @@ def test_the_tokens_of_highest_entropy_are_the_same_however_it_is_cut(options):
             assert (
                 relative_difference(whole, options["token_mean", ranks, *cut, "entropy"][0]) < 1e-10
             ), (ranks, cut)
-    assert (
-        relative_difference(whole, options["token_mean", *WHOLE, "all"][0]) > 1e-2
-    )  # some tokens are left out
+    # some tokens are left out
+    assert relative_difference(whole, options["token_mean", *WHOLE, "all"][0]) > 1e-2
 
 
 @pytest.mark.slow
@@ -168,9 +167,8 @@ def test_corrections_are_the_same_however_it_is_cut(options):
             assert {n: other_metrics[n] for n in names} == pytest.approx(
                 {n: metrics[n] for n in names}, rel=1e-6
             )
-    assert (
-        relative_difference(whole, options["token_mean", *WHOLE, "kl"][0]) > 1e-2
-    )  # they do something
+    # they do something
+    assert relative_difference(whole, options["token_mean", *WHOLE, "kl"][0]) > 1e-2
 
 
 @pytest.mark.slow

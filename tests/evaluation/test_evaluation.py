@@ -167,11 +167,12 @@ def test_wilsons_interval():
         ([1.0] * 3 + [0.0] * 7, 1, 10),  # one sample per problem: the plain interval
         ([1.0] * 3 + [0.0] * 7, 8, 10),  # 8 samples say what 1 says
         ([0.5] * 10, 8, 80),  # nothing varies between problems: all 80 count
+        # variance of the mean 0.0625 / 10: effective 0.25 / 0.00625 = 40
         (
             [0.25] * 5 + [0.75] * 5,
             8,
             40,
-        ),  # variance of the mean 0.0625 / 10: effective 0.25 / 0.00625 = 40
+        ),
         ([0.0] * 10, 8, 10),  # all wrong: problems may all be alike
         ([0.5], 8, 1),  # one problem says nothing about the others
     ],

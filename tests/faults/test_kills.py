@@ -80,9 +80,8 @@ def test_a_rank_that_hangs(tmp_path, random_model, straight, place):
     started.wait_for("FAULT")
     assert started.end() == 1
     printed = started.text()
-    if (
-        place == "rollout"
-    ):  # a rollout may be broken off: torchrun's SIGTERM wakes the rank that hung
+    # a rollout may be broken off: torchrun's SIGTERM wakes the rank that hung
+    if place == "rollout":
         assert "error: [rank 1] in phase 'rollout': RuntimeError: " in printed
         assert "error: [rank 0] in phase 'after reward': RuntimeError: " in printed, "at the vote"
     else:  # torchrun's SIGKILL ends the other rank

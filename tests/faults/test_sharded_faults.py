@@ -34,17 +34,15 @@ def test_no_fault_in_a_save_changes_how_the_run_ends(tmp_path):
     arguments = tiny(model, output, *OPTIONS, steps=STEPS)
 
     text = fails(output, arguments, "place=states rank=1 step=1 do=full", "File too large")
-    assert (
-        "OSError: rank 1: " in text and text.count("\nerror: [rank ") == 2
-    )  # of all ranks together
+    # of all ranks together
+    assert "OSError: rank 1: " in text and text.count("\nerror: [rank ") == 2
     assert (output / "checkpoint-1" / "manifest.json").exists()
     assert not (output / "checkpoint-2").exists()
     fails(output, arguments, "place=states rank=1 step=2 do=kill", "FAULT kill")
     assert (output / "checkpoint-2").exists()
     assert not (output / "checkpoint-3").exists()
-    fails(
-        output, arguments, "place=save rank=0 step=3 do=kill", "FAULT kill"
-    )  # complete, but not renamed yet
+    # complete, but not renamed yet
+    fails(output, arguments, "place=save rank=0 step=3 do=kill", "FAULT kill")
     assert (output / "checkpoint-3").exists()
     assert not (output / "checkpoint-4").exists()
     text = fails(output, arguments, "place=states rank=1 step=4 do=kill", "FAULT kill")

@@ -43,14 +43,16 @@ def in_training(model_type, **settings):
     ("model_type", "settings"),
     [
         ("gpt2", GPT2),  # with dropout of 0.1
+        # leaves layers out
         (
             "opt",
             SIZES | dict(ffn_dim=48, word_embed_proj_dim=32, layerdrop=0.5),
-        ),  # leaves layers out
+        ),
+        # noise in the router
         (
             "mixtral",
             SIZES | dict(num_local_experts=4, router_jitter_noise=0.1),
-        ),  # noise in the router
+        ),
     ],
 )
 @torch.no_grad()

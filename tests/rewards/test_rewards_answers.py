@@ -46,12 +46,13 @@ OTHERS = {
     "not a list in a list": [["70"]],
     "not a dict in a list": [{"answer": "70"}],
 }
+# the last of a NumPy array
 TEXTS_OF_LISTS = (
     "['70']",
     '["it\'s 70", "71"]',
     str(["\\frac{1}{2}"]),
     "['70' '71']",
-)  # the last of a NumPy array
+)
 
 
 @pytest.mark.parametrize("message", OTHERS)

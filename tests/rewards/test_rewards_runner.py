@@ -155,9 +155,8 @@ def column(result, function=0):
 
 def test_a_batch_with_builtins_weights_and_duplicates(path):
     functions = [
-        SimpleNamespace(
-            name="accuracy", weight=2.0, args={"mode": "lenient"}
-        ),  # duck-typed, as the configuration's
+        # duck-typed, as the configuration's
+        SimpleNamespace(name="accuracy", weight=2.0, args={"mode": "lenient"}),
         RewardSpec(f"{path}:length", 0.1),
         RewardSpec("accuracy"),
     ]

@@ -59,9 +59,8 @@ def test_tensorboard_shows_no_step_twice_and_no_point_where_there_is_no_number(t
     assert points == [(1, 1.0), (2, 2.0), (3, 30.0)], "3 and 4 are computed again"
 
 
-@pytest.mark.filterwarnings(
-    "ignore::pytest.PytestUnhandledThreadExceptionWarning"
-)  # of TensorBoard's own thread
+# of TensorBoard's own thread
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_folder_that_cannot_be_written_costs_one_warning(tmp_path, capfd):
     writer = reporter(tmp_path, tensorboard=True)
     writer.step({"step": 1, "reward": 0.5})
@@ -74,9 +73,8 @@ def test_a_folder_that_cannot_be_written_costs_one_warning(tmp_path, capfd):
 
 
 def test_trackio_continues_the_run_of_a_resumed_start_alone(tmp_path, monkeypatch):
-    monkeypatch.setenv(
-        "TRACKIO_DIR", str(tmp_path / "trackio")
-    )  # read when the package is imported
+    # read when the package is imported
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     names = {"trackio": True, "project": "p", "run_name": "r"}
     report_over_an_interruption(tmp_path / "run", **names)
     new = reporter(tmp_path / "run", **names)

@@ -30,12 +30,13 @@ def given(metric: str, values: list) -> list[tuple[int, str]]:
         ("completions/clipped_ratio", [0.5] * 30, 3, "50% of the completions"),
         ("tools/call_frequency", [0.5, 0.5] + [0.0] * 30, 12, "nobody called the tool"),
         ("time/frac_core_wait", [0.0] * 3 + [0.5] * 20, 6, "25% of the time"),  # 3 * 0.5 / 6
+        # over the numbers that there are
         (
             "kl",
             [None, 9.0, None, None, NAN, 9.0] + [None] * 20,
             3,
             "9.00 nats",
-        ),  # over the numbers that there are
+        ),
     ],
 )
 def test_a_hint_is_given_once_and_alone(metric, values, step, words):

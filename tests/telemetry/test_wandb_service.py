@@ -53,9 +53,8 @@ def test_a_server_gets_each_step_once_also_after_an_interruption(tmp_path):
         assert [(line["_step"], line["step"], line["reward"]) for line in running.lines] == [
             (1, 1, 0.1), (2, 2, 0.2), (3, 3, 0.3),
         ]  # fmt: skip
-        report(
-            tmp_path / "run", running.url, 2, 5
-        )  # resumed from a checkpoint at step 2: step 3 is sent again
+        # resumed from a checkpoint at step 2: step 3 is sent again
+        report(tmp_path / "run", running.url, 2, 5)
         assert [line["step"] for line in running.lines] == [1, 2, 3, 4, 5]
         assert [line["_step"] for line in running.lines] == [1, 2, 3, 4, 5]
     written = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()

@@ -39,9 +39,8 @@ QWEN_XML = chatml(  # Qwen3-Coder, Qwen3.5, Nemotron 3
 )
 # As DeepSeek V3.1 and GLM 4.5 write calls: nothing here reads them.
 OTHER = chatml(EACH + "<|call|>{{ f.name }}<|sep|>{{ f.arguments | tojson }}" + END)
-DEAF = CHATML.replace(
-    "{% for m", "{{ tools | tojson if tools }}{% for m", 1
-)  # LFM2's first one shows tools alone
+# LFM2's first one shows tools alone
+DEAF = CHATML.replace("{% for m", "{{ tools | tojson if tools }}{% for m", 1)
 
 
 def schema(name, **types):

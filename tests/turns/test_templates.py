@@ -101,10 +101,11 @@ def test_the_answer_of_each_family_of_templates(family):
         form.check(uses_tools=uses_tools, schemas=[])
         ids = form.answer(messages, last_id, room=1000)
         assert form.tokenizer.decode(ids) == expected
+        # a turn that a stop string ended gets its EOS
         assert form.answer(messages, 9, room=1000) == [
             last_id,
             *ids,
-        ]  # a turn that a stop string ended gets its EOS
+        ]
         assert form.answer(messages, last_id, room=len(ids)) is None
 
 

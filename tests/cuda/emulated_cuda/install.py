@@ -33,11 +33,9 @@ def install() -> None:
     for name, replacement in replaced.items():
         setattr(torch.cuda, name, replacement)
     torch._C._host_emptyCache = lambda: None
-    torch._C._set_only_lift_cpu_tensors(
-        True
-    )  # torch.tensor(values, device="cuda"): made on the host, then copied
-    torch.__future__.set_swap_module_params_on_conversion(
-        True
-    )  # model.to("cuda") keeps weights tied
+    # torch.tensor(values, device="cuda"): made on the host, then copied
+    torch._C._set_only_lift_cpu_tensors(True)
+    # model.to("cuda") keeps weights tied
+    torch.__future__.set_swap_module_params_on_conversion(True)
     torch.backends.cuda.enable_flash_sdp(False)  # SDPA by its formula
     MODE.__enter__()

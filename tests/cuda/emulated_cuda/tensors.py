@@ -143,9 +143,8 @@ class Mode(TorchDispatchMode):
         returns = func._schema.returns
         is_write = any(x.alias_info and x.alias_info.is_write for x in func._schema.arguments)
         is_view = any(x.alias_info and not x.alias_info.is_write for x in returns)
-        if (
-            device.is_capturing() and is_write
-        ):  # in a graph nothing is computed until it is replayed
+        # in a graph nothing is computed until it is replayed
+        if device.is_capturing() and is_write:
             device.capture.record(func, plain_args, plain_kwargs, [])
         else:
             out = compute(func, plain_args, plain_kwargs)
