@@ -1,18 +1,37 @@
-"""The layout of a micro-batch as one packed row: each prompt once, then the completions, unpadded.
+"""The layout of a micro-batch as one packed row: each prompt once, then its completions, unpadded.
 
-Completions are sorted by length into *tiles*. The tokens of a tile are neighbours in the row, and
-their attention is one kernel call.
+All completions of a group share the hidden states of their prompt, as in Prefix Grouper (Liu et al.
+2025, arXiv:2506.05433). For prompts ``A`` and ``B``, and completions ``a`` and ``d`` of ``A`` and
+``b`` of ``B``, the row and the tokens that each token attends to (``x``) are::
 
-Shapes: ``B`` rows of the micro-batch, ``S`` their padded length, ``N`` tokens of the packed row,
-``M`` scored tokens, ``U`` prompts, ``P`` longest prompt, ``R`` rows of a tile, ``C`` longest row of
-the tile, ``n`` tokens of the tile.
+          A A A B B a a a b b b d
+    A     x . . . . . . . . . . .        A prompt's token attends to the prompt up to itself.
+    A     x x . . . . . . . . . .
+    A     x x x . . . . . . . . .
+    B     . . . x . . . . . . . .
+    B     . . . x x . . . . . . .
+    a     x x x . . x . . . . . .        A completion's token attends to its whole prompt, and
+    a     x x x . . x x . . . . .        to the completion up to itself.
+    a     x x x . . x x x . . . .
+    b     . . . x x . . . x . . .
+    ...
+
+Completions are sorted by length into *tiles*, here ``a`` with ``b``, and ``d``. The tokens of a
+tile are neighbours in the row, and their attention is one kernel call, for which they are padded to
+the longest row of the tile.
+
+B   rows of the micro-batch               U   prompts, one per group
+S   their padded length                   P   tokens of the longest prompt
+N   tokens of the packed row              R   rows of a tile: prompts, or completions
+M   scored tokens: all completion tokens  C   tokens of the longest row of the tile
+H   heads                                 n   tokens of the tile
+D   size of a head
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,9 +44,9 @@ class Tile:
     """Consecutive tokens with one kernel call: all prompts, or completions of similar length."""
 
     width: int
-    """Tokens of the longest of them."""
+    """Tokens of the longest row, C."""
     slots_n: Tensor | None
-    """Index of each token in the padded ``[rows * width]`` tensor; None if nothing is padded."""
+    """Index of each token in the padded tensor ``[R * C]``. None: no row is padded."""
     prompt_R: Tensor
     """Index of the prompt that each row is or continues."""
 
@@ -38,46 +57,53 @@ class Tile:
             num_slots = R * self.width
             zeros = x_nHD.new_zeros(num_slots, *x_nHD.shape[1:])
             x_nHD = zeros.index_copy_(0, self.slots_n, x_nHD)
-        return x_nHD.unflatten(0, (R, self.width)).transpose(1, 2)
+        x_RCHD = x_nHD.unflatten(0, (R, self.width))
+        return x_RCHD.transpose(1, 2)
 
     def unpad(self, x_RHCD: Tensor) -> Tensor:
         """``[R, H, C, D]`` to ``[n, H, D]``."""
-        flat = x_RHCD.transpose(1, 2).flatten(0, 1)
-        return flat if self.slots_n is None else flat.index_select(0, self.slots_n)
+        x_RCHD = x_RHCD.transpose(1, 2)
+        x_nHD = x_RCHD.flatten(0, 1)
+        if self.slots_n is not None:
+            x_nHD = x_nHD.index_select(0, self.slots_n)
+        return x_nHD
 
 
 @dataclass(frozen=True)
 class PackedLayout:
     """The packed row: all prompts, then the completions, tile by tile.
 
-    The last tokens of completions are left out, since they predict nothing.
+    The last token of a completion is not in the row: nothing comes after it that its logits could
+    score.
     """
 
     ids_1N: Tensor
     positions_1N: Tensor
     before_M: Tensor
-    """Index of the token before each scored token, in the order of the batch. Its logits score the
-    token."""
+    """Index in the row of the token before each scored token, whose logits score that token.
+
+    Scored tokens are in the order of the batch."""
     tiles: list[Tile]
-    """The tile of the prompts first."""
+    """The tile of the prompts, then those of the completions."""
     sizes: list[int]
     """Tokens of each tile, and of the padding at the end of the row."""
     prompt_lengths_U: Tensor
-    masks: dict[Any, Tensor] = field(default_factory=dict)
+    masks: dict[tuple, Tensor] = field(default_factory=dict)
     """Attention masks, built by the first layer and used by all layers."""
 
     def visible_RCS(self, tile: Tile) -> Tensor:
         """``[R, C, P + C]`` True where a completion's token may attend.
 
-        Those are the tokens of its prompt, and of its completion up to itself.
+        The keys are those of its prompt, padded to P tokens, and of its completion, padded to C.
+        Token c of row r attends to key s if ``s < length of the prompt``, or ``P <= s <= P + c``.
         """
         P = self.tiles[0].width
         index_S = torch.arange(P + tile.width, device=tile.prompt_R.device)
         prompt_lengths_R = self.prompt_lengths_U[tile.prompt_R]
         is_prompt_RS = index_S < prompt_lengths_R[:, None]
         is_completion_S = index_S >= P
-        is_earlier_CS = index_S <= index_S[P:, None]
-        return is_prompt_RS[:, None] | (is_completion_S & is_earlier_CS)
+        is_up_to_itself_CS = index_S <= index_S[P:, None]
+        return is_prompt_RS[:, None] | (is_completion_S & is_up_to_itself_CS)
 
 
 def pack(
@@ -92,79 +118,99 @@ def pack(
         sequence_ids_BS: ``[B, S]`` prompt, then completion, then padding.
         prompt_lengths_B: tokens of each prompt.
         lengths_B: tokens of each completion.
-        groups_B: rows with the same number have the same prompt.
+        groups_B: number of each row's group: rows of one group have the same prompt.
     """
     device = sequence_ids_BS.device
-    S = sequence_ids_BS.shape[1]
-    B = len(groups_B)
-    row_of_group = dict(zip(groups_B, range(B), strict=True))  # any row of each group
+    B, S = sequence_ids_BS.shape
+    # Prompt u is that of the u-th group, and is read from any row of it.
+    row_of_group = {group: b for b, group in enumerate(groups_B)}
     prompt_of_group = {group: u for u, group in enumerate(row_of_group)}
     prompt_lengths = [prompt_lengths_B[b] for b in row_of_group.values()]
-    U = len(prompt_lengths)
     all_but_last = [length - 1 for length in lengths_B]
 
-    tiles = [_tile(prompt_lengths, range(U), device)]
+    # Tile by tile, collect where in the batch the tokens of the packed row come from.
+    index_BS = torch.arange(B * S).view(B, S)
+    U = len(prompt_lengths)
+    tiles = [_make_tile(prompt_lengths, range(U), device)]
     sizes = [sum(prompt_lengths)]
-    sources = []  # indices in the flat batch, in the packed order
+    sources = []
     for b in row_of_group.values():
-        sources.append(b * S + torch.arange(prompt_lengths_B[b]))
+        sources.append(index_BS[b, : prompt_lengths_B[b]])
+
     start_B = [0] * B  # index of each completion in the packed row
     end = sizes[0]
-    for rows in _similar_lengths(all_but_last):
+    for rows in _split_into_tiles(all_but_last):
         lengths = [all_but_last[b] for b in rows]
         prompts = [prompt_of_group[groups_B[b]] for b in rows]
-        tiles.append(_tile(lengths, prompts, device))
+        tiles.append(_make_tile(lengths, prompts, device))
         sizes.append(sum(lengths))
-        for b in rows:
-            first = b * S + prompt_lengths_B[b]
-            sources.append(first + torch.arange(all_but_last[b]))
+        for b, length in zip(rows, lengths, strict=True):
+            first = prompt_lengths_B[b]
+            sources.append(index_BS[b, first : first + length])
             start_B[b] = end
-            end += all_but_last[b]
+            end += length
 
-    end_U = torch.tensor(prompt_lengths).cumsum(0)
-    before = [end_U[:0]]
+    # A token's logits score the token after it. So the last token of the prompt scores the first of
+    # the completion, and each but the last of the completion scores the next.
+    prompt_lengths_U = torch.tensor(prompt_lengths)
+    end_U = prompt_lengths_U.cumsum(0)
+    before = [end_U[:0]]  # a micro-batch may have no scored token, and cat() wants a tensor
     for b, group in enumerate(groups_B):
         if lengths_B[b]:
-            # The last token of a prompt scores the first one of a completion.
-            before.append(end_U[prompt_of_group[group]].view(1) - 1)
+            end_of_prompt = end_U[prompt_of_group[group]]
+            before.append(end_of_prompt[None] - 1)
             before.append(start_B[b] + torch.arange(all_but_last[b]))
 
+    # The padding is a last piece of the row that belongs to no tile: no other token attends to it.
     source_N = torch.cat(sources).to(device)
+    N = len(source_N)
+    num_padding = round_up_to_bucket(N) - N
+    sizes.append(num_padding)
     id_N = sequence_ids_BS.flatten()[source_N]
-    position_N = source_N % S
-    padding = round_up_to_bucket(len(id_N)) - len(id_N)
-    sizes.append(padding)
+    id_N = F.pad(id_N, (0, num_padding))
+    position_N = F.pad(source_N % S, (0, num_padding))
     return PackedLayout(
-        ids_1N=F.pad(id_N, (0, padding))[None],
-        positions_1N=F.pad(position_N, (0, padding))[None],
+        ids_1N=id_N[None],
+        positions_1N=position_N[None],
         before_M=torch.cat(before).to(device),
         tiles=tiles,
         sizes=sizes,
-        prompt_lengths_U=torch.tensor(prompt_lengths, device=device),
+        prompt_lengths_U=prompt_lengths_U.to(device),
     )
 
 
-def pack_prompts(prompts: Sequence[Sequence[int]], device: torch.device | str) -> PackedLayout:
+def pack_prompts(
+    prompts: Sequence[Sequence[int]],
+    device: torch.device | str,
+) -> PackedLayout:
     """Pack prompts for the prefill; ``before_M`` is the last token of each."""
     U = len(prompts)
     lengths = [len(prompt) for prompt in prompts]
     rows = [torch.tensor(prompt) for prompt in prompts]
     ids_BS = pad_sequence(rows, batch_first=True).to(device)
-    # As if each had a completion of one token, which is left out.
-    return pack(ids_BS, lengths, [1] * U, range(U))
+    # As if each had a completion of one token. It is the last of its completion, so not in the row.
+    return pack(
+        ids_BS,
+        prompt_lengths_B=lengths,
+        lengths_B=[1] * U,
+        groups_B=range(U),
+    )
 
 
 def round_up_to_bucket(size: int) -> int:
-    """The size rounded up to one of 16 per power of two, at most 1/16 larger.
+    """Return the size rounded up to one of 16 per power of two, at most 1/16 larger.
 
     On the CPU, oneDNN keeps a kernel and its working memory for each shape.
     """
-    step = 1 << max((size - 1).bit_length() - 5, 0)
-    return -(-size // step) * step
+    num_bits = (size - 1).bit_length()
+    # Sizes above 2**(num_bits - 1), up to 2**num_bits, are 17 to 32 steps.
+    step = 2 ** max(num_bits - 5, 0)
+    num_steps = -(-size // step)
+    return num_steps * step
 
 
-def _similar_lengths(lengths: Sequence[int]) -> list[list[int]]:
-    """Rows with tokens, longest first, in tiles.
+def _split_into_tiles(lengths: Sequence[int]) -> list[list[int]]:
+    """Return the rows that have tokens, longest first, in tiles.
 
     The shortest row of a tile has at least 3/4 of the tokens of the longest, or at most 16 fewer.
     """
@@ -172,25 +218,30 @@ def _similar_lengths(lengths: Sequence[int]) -> list[list[int]]:
     shortest = 0
     longest_first = sorted(range(len(lengths)), key=lambda b: -lengths[b])
     for b in longest_first:
-        if lengths[b] <= 0:
+        length = lengths[b]
+        if length <= 0:
             break
-        if not tiles or lengths[b] < shortest:
+        if not tiles or length < shortest:
             tiles.append([])
-            shortest = min(0.75 * lengths[b], lengths[b] - 16)
+            # Lower, and more tokens are padding; higher, and there are more kernel calls. Few
+            # tokens of padding cost less than a call.
+            shortest = min(0.75 * length, length - 16)
         tiles[-1].append(b)
     return tiles
 
 
-def _tile(
+def _make_tile(
     lengths: Sequence[int],
     prompts: Sequence[int],
     device: torch.device,
 ) -> Tile:
-    """A tile of rows with these lengths, and the index of the prompt of each."""
+    """Return a tile of rows with these lengths, which are or continue these prompts."""
     C = max(lengths)
     slots_n = None
     if min(lengths) < C:
-        slots = [torch.arange(length) + r * C for r, length in enumerate(lengths)]
+        slots = []
+        for r, length in enumerate(lengths):
+            slots.append(torch.arange(length) + r * C)
         slots_n = torch.cat(slots).to(device)
     return Tile(
         width=C,

@@ -2,13 +2,20 @@
 it.
 
 Only attention mixes the tokens of a row; every other layer of a transformers model works on single
-tokens and needs no change. Attention over the packed row is one kernel call for the prompts, and
-one per tile of completions, over the keys of their prompts and own tokens. With one dense mask for
-the whole row, most work would be on pairs of tokens that do not see each other.
+tokens and needs no change. Attention is computed by tiles::
 
-Shapes: ``N`` tokens of the packed row, ``U`` prompts, ``P`` longest prompt, ``R`` completions of a
-tile, ``C`` longest of the tile, ``S = P + C`` keys of a tile, ``H`` query heads, ``K`` key heads,
-``g = H/K``, ``j = g * C``, ``D`` head size.
+    tile of the prompts    causal:  prompt u attends to itself
+    tile of completions    S = P + C keys:  row r attends to its prompt, then causally to itself
+
+With one dense mask for the whole row, most work would be on pairs of tokens that do not see each
+other.
+
+N   tokens of the packed row              H   query heads
+U   prompts                               K   key heads, which are also those of the values
+P   tokens of the longest prompt          g   query heads of each key head, H / K
+R   completions of a tile                 j   queries of a key head and a completion, g * C
+C   tokens of the longest of them         D   size of a head
+S   keys of a tile, P + C
 """
 
 from __future__ import annotations
@@ -20,13 +27,15 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from grpo.attention.forked import ForkedCache, product_dtype, repeat_heads
-from grpo.attention.layout import PackedLayout
+from grpo.attention.forked import ForkedCache, additive_mask, product_dtype, repeat_heads
+from grpo.attention.layout import PackedLayout, Tile
 
 ATTENTION = "sdpa_or_packed"
-"""Our attention function in transformers: SDPA, unless a pass brings a layout or a cache."""
-ANY_MASK = (1, 1, 1, 1)
-"""Shape of the mask of a packed pass, which is ignored: transformers then builds none."""
+"""Name of our attention function in transformers. It is SDPA, unless a forward pass brings a layout
+or a cache."""
+UNUSED_MASK = (1, 1, 1, 1)
+"""Shape of the mask that a forward pass with a layout or a cache brings. Nothing reads it:
+transformers passes on a mask of four dimensions, and without one builds a large one."""
 
 
 def packed_attention(
@@ -42,59 +51,74 @@ def packed_attention(
     g = H // K
     dtype = product_dtype(v_1KND)
 
-    def padded(x_1HND: Tensor) -> list[Tensor]:
+    def pad_tiles(x_1HND: Tensor) -> list[Tensor]:
         """The tokens of each tile, ``[R, H, C, D]``."""
-        x_NHD = x_1HND[0].to(dtype).transpose(0, 1)
+        x_HND = x_1HND[0].to(dtype)
+        x_NHD = x_HND.transpose(0, 1)
         *parts, _ = x_NHD.split(packed.sizes)
         return [tile.pad(part) for tile, part in zip(packed.tiles, parts, strict=True)]
 
     with torch.autocast(v_1KND.device.type, enabled=False):
-        q_s = padded(q_1HND)
-        k_s = padded(k_1KND)
-        v_s = padded(v_1KND)
+        q_UHPD, *q_tiles = pad_tiles(q_1HND)
+        k_UKPD, *k_tiles = pad_tiles(k_1KND)
+        v_UKPD, *v_tiles = pad_tiles(v_1KND)
+        prompts, *completions = packed.tiles
+
         # The padding lies to the right of the tokens, where causal attention does not look.
         out_UHPD = F.scaled_dot_product_attention(
-            q_s[0],
-            repeat_heads(k_s[0], H),
-            repeat_heads(v_s[0], H),
+            q_UHPD,
+            repeat_heads(k_UKPD, H),
+            repeat_heads(v_UKPD, H),
             is_causal=True,
             scale=scaling,
         )
-        outs = [packed.tiles[0].unpad(out_UHPD)]
+        outs = [prompts.unpad(out_UHPD)]
 
-        for number, tile in enumerate(packed.tiles[1:], 1):
+        for tile, q_RHCD, k_RKCD, v_RKCD in zip(
+            completions,
+            q_tiles,
+            k_tiles,
+            v_tiles,
+            strict=True,
+        ):
             R = len(tile.prompt_R)
             C = tile.width
-            k_RKSD = torch.cat([k_s[0][tile.prompt_R], k_s[number]], dim=2)
-            v_RKSD = torch.cat([v_s[0][tile.prompt_R], v_s[number]], dim=2)
+            # Each completion sees the keys of its prompt, then its own.
+            k_RKSD = torch.cat([k_UKPD[tile.prompt_R], k_RKCD], dim=2)
+            v_RKSD = torch.cat([v_UKPD[tile.prompt_R], v_RKCD], dim=2)
             # The g query heads of a key head become g times as many queries of it, so that keys
             # and values are not repeated.
+            q_RKjD = q_RHCD.reshape(R, K, g * C, -1)
             out_RKjD = F.scaled_dot_product_attention(
-                q_s[number].reshape(R, K, g * C, -1),
+                q_RKjD,
                 k_RKSD,
                 v_RKSD,
-                attn_mask=_additive_mask(packed, number, g, dtype),
+                attn_mask=_tile_mask(packed, tile, g, dtype),
                 scale=scaling,
             )
-            outs.append(tile.unpad(out_RKjD.reshape(R, H, C, -1)))
+            out_RHCD = out_RKjD.reshape(R, H, C, -1)
+            outs.append(tile.unpad(out_RHCD))
 
-        padding = outs[0].new_zeros(packed.sizes[-1], *outs[0].shape[1:])
+        # No token attends to the padding at the end of the row, but the layers behind attention
+        # expect N tokens.
+        num_padding = packed.sizes[-1]
+        padding = outs[0].new_zeros(num_padding, *outs[0].shape[1:])
         return torch.cat([*outs, padding])[None]
 
 
-def _additive_mask(
+def _tile_mask(
     packed: PackedLayout,
-    number: int,
+    tile: Tile,
     g: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """``[R, 1, g * C, S]`` for a tile: 0 where a token may attend, else -inf."""
-    key = (number, g, dtype)
+    """``[R, 1, j, S]`` for a tile: 0 where a token may attend, else -inf."""
+    key = (id(tile), g, dtype)
     if key not in packed.masks:
-        visible_RCS = packed.visible_RCS(packed.tiles[number])
-        mask_RCS = torch.zeros_like(visible_RCS, dtype=dtype)
-        mask_RCS.masked_fill_(~visible_RCS, -torch.inf)
-        packed.masks[key] = mask_RCS.repeat(1, g, 1)[:, None]
+        mask_RCS = additive_mask(~packed.visible_RCS(tile), dtype)
+        # All g query heads of a token see the same keys.
+        mask_RjS = mask_RCS.repeat(1, g, 1)
+        packed.masks[key] = mask_RjS[:, None]
     return packed.masks[key]
 
 
@@ -109,30 +133,34 @@ def _attention_forward(
     forked: ForkedCache | None = None,
     **options,
 ):
-    """The function that transformers calls in every attention layer.
+    """Attention in the form in which transformers calls it, in every layer.
 
-    With ``packed``: attention over a packed row; with ``forked`` too: the same over prompts, whose
-    keys and values go into the cache; with ``forked`` alone: more tokens per row; with neither:
-    SDPA."""
+    With ``packed``: attention over a packed row. With ``packed`` and ``forked``: the same over
+    prompts, whose keys and values are stored in the cache. With ``forked`` alone: attention from
+    new tokens of its rows. With neither: SDPA.
+
+    ValueError for attention that is more than a softmax over all earlier tokens. The check at the
+    start of a run (:func:`grpo.rollout.check_model`) takes it as the reason not to pack.
+    """
     if packed is None and forked is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     for name in ("sliding_window", "softcap", "s_aux", "position_bias"):
         if options.get(name) is not None:
             raise ValueError("its attention has a window, a cap, sinks or a bias")
-    if attention_mask is not None and attention_mask.shape != ANY_MASK:
+    if attention_mask is not None and attention_mask.shape != UNUSED_MASK:
         raise ValueError("its layers change the mask")
 
+    layer = module.layer_idx
     scaling = options.get("scaling")
     if packed is None:
-        return forked.attend(module.layer_idx, query, key, value, scaling), None
+        return forked.attend(layer, query, key, value, scaling), None
     if forked is not None:
+        # A packed row of prompts alone: its first tile is all of it but the padding at its end.
         prompts = packed.tiles[0]
         size = packed.sizes[0]
-        forked.store_prompts(
-            module.layer_idx,
-            prompts.pad(key[0].transpose(0, 1)[:size]),
-            prompts.pad(value[0].transpose(0, 1)[:size]),
-        )
+        k_NKD = key[0].transpose(0, 1)
+        v_NKD = value[0].transpose(0, 1)
+        forked.store_prompts(layer, prompts.pad(k_NKD[:size]), prompts.pad(v_NKD[:size]))
     return packed_attention(query, key, value, packed, scaling), None
 
 
@@ -145,8 +173,10 @@ def packed_hidden(
     packed: PackedLayout,
     forked: ForkedCache | None = None,
 ) -> Tensor:
-    """Last hidden states ``[N, hidden]`` of a packed row; the prompts' keys and values go into
-    ``forked``."""
+    """Last hidden states ``[N, hidden size]`` of a packed row.
+
+    With ``forked``, the row holds prompts, whose keys and values are stored in this cache.
+    """
     hidden_1NH = forked_hidden(
         backbone,
         packed.ids_1N,
@@ -164,11 +194,15 @@ def forked_hidden(
     forked: ForkedCache | None,
     packed: PackedLayout | None = None,
 ) -> Tensor:
-    """Last hidden states ``[R, N, hidden]`` of more tokens per row, which ``forked`` has begun."""
+    """Last hidden states ``[R, N, hidden size]`` of N more tokens of each row of ``forked``.
+
+    :meth:`ForkedCache.begin_token` or :meth:`ForkedCache.begin_tokens` has begun these tokens.
+    """
+    unused_mask = torch.ones(UNUSED_MASK, dtype=torch.bool, device=ids_RN.device)
     output = backbone(
         input_ids=ids_RN,
         position_ids=positions_RN,
-        attention_mask=torch.ones(ANY_MASK, dtype=torch.bool, device=ids_RN.device),
+        attention_mask=unused_mask,
         use_cache=False,
         forked=forked,
         packed=packed,
@@ -177,12 +211,14 @@ def forked_hidden(
 
 
 def window_of(config: PreTrainedConfig) -> tuple[str, int] | None:
-    """The entry of a configuration that restricts attention to the nearest tokens, with its value.
+    """Name and value of the configuration's entry that restricts attention to the nearest tokens.
 
     None if there is none. Some models have their window in the mask alone, where a probe shorter
     than the window cannot see it.
     """
     for name, value in vars(config.get_text_config()).items():
+        # Names as of Mistral, GPT-Neo and Llama 4. Some models have a switch beside the size, such
+        # as `use_sliding_window`.
         is_window = name.endswith(("window", "window_size")) or name == "attention_chunk_size"
         if is_window and type(value) is int and getattr(config, f"use_{name}", True):
             return name, value
@@ -195,14 +231,14 @@ def packing_enabled(model: nn.Module) -> bool:
 
 
 def enable_packing(model: nn.Module) -> str | None:
-    """Switch a model to packed and forked attention, or return why its configuration does not allow
-    it.
+    """Switch a model to packed and forked attention, if its configuration allows this.
 
+    Returns the reason why not; None: it is switched. The configuration does not say all:
     :func:`grpo.rollout.check_model` compares what the model then computes.
     """
-    before = model.config._attn_implementation
-    if before != "sdpa":
-        return f"model.attn_implementation={before} is not sdpa"
+    implementation = model.config._attn_implementation
+    if implementation != "sdpa":
+        return f"model.attn_implementation={implementation} is not sdpa"
     window = window_of(model.config)
     if window is not None:
         name, size = window

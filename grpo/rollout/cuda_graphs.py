@@ -128,9 +128,9 @@ class FixedWidthCache(ForkedCache):
 
     def begin_token(self) -> Tensor:
         self.mask_R1NS = None
-        is_before_RC = self.index_C < self.start_R[:, None]
+        is_before_R11C = self.index_C < self.start_R[:, None, None, None]
         is_later_C = self.index_C > self.last_1
-        self.completion_bias = additive_mask(is_before_RC | is_later_C, self.dtype)
+        self.completion_bias = additive_mask(is_before_R11C | is_later_C, self.dtype)
         return self.offset_R + self.last_1
 
     def _store_token(
