@@ -120,8 +120,9 @@ class ForkedCache:
         """True if the next token has no place until :meth:`keep_rows` drops the oldest rows."""
         return self.length == self.capacity
 
-    def keep_rows(self, rows: Tensor) -> None:
+    def keep_rows(self, rows: Sequence[int] | Tensor) -> None:
         """Drop all other rows, the prompts that no row continues, and the unused indices."""
+        rows = torch.as_tensor(rows, device=self.start_R.device)
         # Indices before the first start are unused, and the tokens move to the left.
         start_R = self.start_R[rows]
         first = int(start_R.min())
@@ -145,7 +146,7 @@ class ForkedCache:
             _replace(self.prompt_kv, lambda x_UKPD: x_UKPD[kept_U])
         self._update_layout()
 
-    def split(self, rows: Tensor) -> ForkedCache:
+    def split(self, rows: Sequence[int]) -> ForkedCache:
         """Return a copy of the cache with these rows only."""
         part = copy.copy(self)
         # keep_rows() replaces the values of these dictionaries, which are not to change here.

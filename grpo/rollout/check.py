@@ -1,5 +1,10 @@
-"""The check at a start: which ways of scoring and sampling give what the model's own forward pass
-gives."""
+"""The check at the start of a run: which ways of scoring and sampling give what the model's own
+forward pass gives.
+
+N   completion tokens of all rows         B, R  rows
+T   most tokens of a completion           S     tokens of a row
+V   vocabulary
+"""
 
 from __future__ import annotations
 
@@ -14,11 +19,12 @@ from grpo.model import Policy, in_training_mode, turn_dropout_off
 from grpo.rollout.llama_decoder import LLAMA_SHAPED, LlamaDecoder
 from grpo.rollout.prefill import prefill
 
-LENGTH = 7
+PROMPT_LENGTH = 7
 """Tokens of the longest prompt, unless a window asks for more."""
-SAME = 1e-4
-"""Bound of the differences of fast code in fp32, where the order of sums differs, as of
-:func:`is_close`."""
+COMPLETION_LENGTH = 6
+"""Tokens of the longer completions."""
+FP32_BOUND = 1e-4
+"""Bound for :func:`is_close` of differences in fp32, where the order of sums differs."""
 
 
 def check_model(
@@ -42,39 +48,44 @@ def check_model(
             has the window's length.
 
     Returns:
-        The reason why each prompt is scored once per completion; None: it is scored once per group.
+        The reason why each prompt is scored once per completion. None: it is scored once per group.
 
     Raises:
         ValueError: if the model stays random in training mode, or if decode steps with its cache
             compute other logits than its forward pass.
     """
     model = policy.model
-    name = type(model).__name__
     window = window_of(model.config)
-    longest = window[1] if window and window[1] < reach else LENGTH
+    longest = PROMPT_LENGTH
+    # A cache that forgets what is outside of the window differs only in longer rows.
+    if window and window[1] < reach:
+        longest = window[1]
     batch = _short_batch(policy, longest)
     why_padded = "model.disable_dropout is false, and attention over a packed row has no dropout"
     with policy.comparison() as bound:
-        scorer.find_plain_head(batch.sequence_ids_BS[:, :LENGTH])
+        scorer.find_plain_head(batch.sequence_ids_BS[:, :PROMPT_LENGTH])
         # Before dropout is switched off: a number that also counts in evaluation must not be set
         # to 0 unnoticed.
-        expected_N = _scored(scorer, batch)
+        expected_N = _score(scorer, batch)
         if disable_dropout:
             turn_dropout_off(model)
-            for found_N in in_training_mode(policy, lambda: _scored(scorer, batch)):
-                if not is_close(found_N, expected_N, bound):
+            for logprobs_N in in_training_mode(policy, lambda: _score(scorer, batch)):
+                if not is_close(logprobs_N, expected_N, bound):
                     raise ValueError(
-                        f"{name} is random in training mode: set model.disable_dropout=false"
+                        f"{type(model).__name__} is random in training mode: "
+                        "set model.disable_dropout=false"
                     )
             why_padded = _pack(policy, scorer, batch, expected_N)
         if why_padded is None:
             policy.is_llama = _is_llama(policy, scorer, batch)
             return None
 
-        if not is_close(_decoded(policy, scorer, batch), expected_N, bound):
+        # The slow way to sample: _pack() has compared the fast one.
+        logprobs_N = _decode(policy, scorer, batch)
+        if not is_close(logprobs_N, expected_N, bound):
             raise ValueError(
-                f"{name} cannot be sampled: decode steps with its cache give other logits "
-                "than its forward pass: take another architecture"
+                f"{type(model).__name__} cannot be sampled: decode steps with its cache give "
+                "other logits than its forward pass: take another architecture"
             )
     return why_padded
 
@@ -82,14 +93,23 @@ def check_model(
 def _short_batch(policy: Policy, longest: int) -> Batch:
     """A prompt of ``longest`` tokens and one of a single token, each with completions of 2 and of 6
     tokens."""
+    # Different tokens, as far as the vocabulary allows: equal ones would hide a wrong mask. Special
+    # tokens, which often have the lowest ids, come last.
     vocabulary = len(policy.model.get_input_embeddings().weight)
     ids = tuple(n % vocabulary for n in range(3, longest + 11))
-    completions = Completion(ids[-8:-6], "", True), Completion(ids[-6:], "", True)
-    groups = [Group(Problem(0, "", ids[:length]), completions) for length in (longest, 1)]
-    return collate(groups, torch.zeros(2, 2), pad_id=policy.pad_id, device=policy.device)
+    short = Completion(ids[-8:-6], "", True)
+    long = Completion(ids[-COMPLETION_LENGTH:], "", True)
+    problems = [Problem(0, "", ids[:length]) for length in (longest, 1)]
+    groups = [Group(problem, (short, long)) for problem in problems]
+    return collate(
+        groups,
+        torch.zeros(2, 2),
+        pad_id=policy.pad_id,
+        device=policy.device,
+    )
 
 
-def _scored(scorer: CompletionScorer, batch: Batch) -> Tensor:
+def _score(scorer: CompletionScorer, batch: Batch) -> Tensor:
     """Log-probs ``[N]`` of all completions, row after row."""
     parts = [batch]
     if not scorer.plain_head:
@@ -103,33 +123,36 @@ def _scored(scorer: CompletionScorer, batch: Batch) -> Tensor:
     return torch.cat(scored)
 
 
-def _decoded(
+def _decode(
     policy: Policy,
     scorer: CompletionScorer,
     batch: Batch,
     llama_decoder: LlamaDecoder | None = None,
-    far: int = 0,
+    shift: int = 0,
 ) -> Tensor:
-    """Log-probs ``[N]`` by decode steps as in a rollout; the first row of each group leaves on the
-    way.
+    """Log-probs ``[N]`` of all completions by decode steps, as in a rollout.
 
-    The completions continue ``far`` positions behind their prompts, and then no row leaves.
+    The first row of each group leaves on the way. With ``shift``, no row leaves, and the
+    completions continue that many positions behind their prompts.
     """
     prompts = []
     for ids_S, length in zip(batch.sequence_ids_BS, batch.prompt_lengths_B, strict=True):
         prompts.append(tuple(ids_S[:length].tolist()))
-    offsets_T = torch.arange(6, device=policy.device)
+    offsets_T = torch.arange(COMPLETION_LENGTH, device=policy.device)
     labels_BT = batch.sequence_ids_BS.gather(1, batch.prompt_lengths_B[:, None] + offsets_T)
+
+    # As the scorer's log-probs are, also where PyTorch's default dtype is another.
     logprobs_BT = torch.zeros_like(labels_BT, dtype=torch.float32)
     rows = torch.arange(len(prompts), device=policy.device)
-    decoder, logits_RV = prefill(policy, llama_decoder, prompts, capacity=6)
-    if far:
-        decoder.offset_R += far
-    for t in range(6):
+    decoder, logits_RV = prefill(policy, llama_decoder, prompts, COMPLETION_LENGTH)
+    if shift:
+        decoder.offset_R += shift
+    for t in range(COMPLETION_LENGTH):
         labels_R = labels_BT[rows, t]
         logprobs_R = logprobs_from_logits(logits_RV, labels_R, scorer.temperature)
         logprobs_BT[rows, t] = logprobs_R.float()
-        if t == 1 and not far:
+        # The short completions end here. Keeping rows computes the positions anew, without shift.
+        if t == 1 and not shift:
             rows = rows[1::2]
             decoder.keep_rows(rows)
         logits_RV = decoder.step(labels_BT[rows, t])
@@ -142,20 +165,25 @@ def _pack(
     batch: Batch,
     expected_N: Tensor,
 ) -> str | None:
-    """Switch model and scorer to packed rows and forked caches. Otherwise return the reason, and
-    change nothing."""
+    """Switch model and scorer to packed rows and forked caches, if both compute ``expected_N``.
+
+    Otherwise return the reason, and change nothing.
+    """
     if not scorer.plain_head:
         return "its head does more than a product with the last hidden state"
-    if reason := enable_packing(policy.model):
+    reason = enable_packing(policy.model)
+    if reason:
         return reason
     scorer.packed = True
     reason = "its layers mix the tokens of a row in other ways than attention"
     try:
-        is_right = is_close(_scored(scorer, batch), expected_N, SAME)
-        if is_right and is_close(_decoded(policy, scorer, batch), expected_N, SAME):
-            return None
+        if is_close(_score(scorer, batch), expected_N, FP32_BOUND):
+            logprobs_N = _decode(policy, scorer, batch)
+            if is_close(logprobs_N, expected_N, FP32_BOUND):
+                return None
     except Exception as error:  # the model's code is not ours, and may not accept these arguments
         reason = str(error) or reason
+    # As it was, also after an exception in the middle of a forward pass.
     scorer.packed = False
     policy.model.set_attn_implementation("sdpa")
     return reason
@@ -166,8 +194,9 @@ def _is_llama(policy: Policy, scorer: CompletionScorer, batch: Batch) -> bool:
     modules."""
     if type(policy.backbone).__name__ not in LLAMA_SHAPED:
         return False
-    # At the end of the context too: some models scale queries by position.
-    far = (policy.context_length or 2**20) - LENGTH - 6
-    expected_N = _decoded(policy, scorer, batch, far=far)
-    found_N = _decoded(policy, scorer, batch, LlamaDecoder(policy.backbone), far)
-    return is_close(found_N, expected_N, SAME)
+    # At the end of the context: some models scale queries by position, from some position on.
+    context_length = policy.context_length or 2**20
+    shift = context_length - PROMPT_LENGTH - COMPLETION_LENGTH
+    expected_N = _decode(policy, scorer, batch, shift=shift)
+    logprobs_N = _decode(policy, scorer, batch, LlamaDecoder(policy.backbone), shift)
+    return is_close(logprobs_N, expected_N, FP32_BOUND)

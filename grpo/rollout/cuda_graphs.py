@@ -3,11 +3,13 @@
 Launching the hundreds of small kernels of a decode step takes longer than running them.
 
 A captured step reads and writes the tensors that it was captured with, so no shape may change: it
-attends to a fixed number of own tokens, of which those not drawn yet are masked. When rows leave or
-join, or have as many tokens as it attends to, the next step is captured anew.
+attends to a fixed number of completion tokens, its *width*, of which those not drawn yet are
+masked. When rows leave or join, or have as many tokens as the width, the next step is captured
+anew.
 
 An H100 has run an earlier form of this (``benchmarks/results/h100.md``). Tests capture and replay
-the steps on an emulated CUDA device (``tests/cuda/``), and run them on the CPU without graphs."""
+the steps on an emulated CUDA device (``tests/cuda/``), and run them on the CPU without graphs.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ from grpo.rollout.llama_decoder import LlamaDecoder
 from grpo.system import first_line
 
 COMPLETION_BUCKET = 256
-"""The number of own tokens that a step attends to is a multiple of this."""
+"""A step's width is a multiple of this: larger, and more masked tokens are read; smaller, and steps
+are captured more often."""
 
 
 @dataclass
@@ -32,19 +35,20 @@ class CUDAGraphs:
     """State that all graphs of an engine share."""
 
     warn: Callable[[str], None]
-    """Called with a line of text if a step cannot be captured; then no other is."""
+    """Called with a line of text if a step cannot be captured."""
     are_on: bool = True
+    """False after a step could not be captured: no other is tried."""
     last: torch.cuda.CUDAGraph | None = None
     """The last graph, which holds the memory pool for the next one."""
 
 
 class CapturedSteps:
-    """Decode steps of a :class:`LlamaDecoder`, which are replayed while rows and width stay."""
+    """Decode steps of a :class:`LlamaDecoder`, replayed as long as rows and width are the same."""
 
     def __init__(self, decoder: LlamaDecoder, graphs: CUDAGraphs):
         self.decoder = decoder
         self.graphs = graphs
-        self.cache: FixedWidthCache | None = None
+        self.cache = None
         """The KV cache as the captured step sees it."""
 
     def __call__(self, token_R: Tensor, cache: ForkedCache) -> Tensor:
@@ -52,11 +56,13 @@ class CapturedSteps:
         if not self.graphs.are_on:
             return self.decoder(token_R, cache)
 
+        # Room for the token at index ``length``, which this step computes.
         num_buckets = cache.length // COMPLETION_BUCKET + 1
         width = min(num_buckets * COMPLETION_BUCKET, cache.capacity)
         fixed = self.cache
-        # Rows change together with ``start_R``.
+        # Every change of the rows makes a new ``start_R``.
         if fixed and fixed.start_R is cache.start_R and fixed.length == width:
+            # The graph reads its inputs where they were when it was captured.
             self.token_R.copy_(token_R)
             fixed.last_1.fill_(cache.length)
             self.replay()
@@ -68,7 +74,10 @@ class CapturedSteps:
         return self.hidden_RH
 
     def _capture(self) -> None:
-        """Compute a step as it is, and capture it for the tokens that follow."""
+        """Compute a step without a graph, and capture it for the tokens that follow.
+
+        The captured step is replayed once and compared, before any token is drawn from it.
+        """
         self._step()
         expected_RH = self.hidden_RH
         reason = None
@@ -77,10 +86,10 @@ class CapturedSteps:
             self.replay()
             if not is_close(self.hidden_RH, expected_RH, 0.1):
                 raise RuntimeError("a replayed step gives other results")
-        except Exception as error:  # of the driver, or memory runs out
+        except Exception as error:  # of the driver, or out of memory
             # The error of the step says more than that of the end of its capture.
             reason = first_line(error.__context__ or error)
-        # Behind the handler, whose traceback holds the memory of the graph that failed.
+        # After the handler, whose traceback holds the memory of the graph that failed.
         if reason is not None:
             self.graphs.are_on = False
             self.graphs.warn(f"note: decode steps are not captured in CUDA graphs ({reason})")
@@ -90,7 +99,7 @@ class CapturedSteps:
         self.hidden_RH = self.decoder(self.token_R, self.cache)
 
     def _replay_of_step(self) -> Callable[[], None]:
-        """The replay of a graph of the step; on a CPU the step."""
+        """A function that replays a graph of the step; on a CPU the step itself."""
         if not self.token_R.is_cuda:
             return self._step
         graph = torch.cuda.CUDAGraph()
@@ -109,7 +118,7 @@ class CapturedSteps:
 
 
 class FixedWidthCache(ForkedCache):
-    """A view of a KV cache for captured steps, which attend to ``width`` own tokens.
+    """A view of a KV cache for captured steps, which attend to ``width`` completion tokens.
 
     The index of the token that is being computed is on the device, and later ones are masked.
     """
@@ -117,16 +126,17 @@ class FixedWidthCache(ForkedCache):
     def __init__(self, cache: ForkedCache, width: int):
         vars(self).update(vars(cache))
         self.llama_decoder = None  # which has this cache: no reference to itself
-        self.use_cpu_kernel = False
+        self.use_cpu_kernel = False  # tests on a CPU run the operations that a GPU captures
         self.last_1 = self.start_R.new_tensor([cache.length])
         self.index_C = torch.arange(width, device=self.start_R.device)
         self.length = width
-        # What is masked counts 0 times its value, and memory without tokens may hold NaN.
+        # A masked value is multiplied by 0, which gives NaN where unwritten memory holds NaN.
         for buffers in self.completion_kv.values():
             for buffer in buffers:
                 buffer[:, :, cache.length : width] = 0
 
     def begin_token(self) -> Tensor:
+        """As in a :class:`ForkedCache`, but advances nothing: the caller sets ``last_1``."""
         self.mask_R1NS = None
         is_before_R11C = self.index_C < self.start_R[:, None, None, None]
         is_later_C = self.index_C > self.last_1
@@ -139,6 +149,7 @@ class FixedWidthCache(ForkedCache):
         k_RK1D: Tensor,
         v_RK1D: Tensor,
     ) -> None:
-        keys, values = self.completion_kv[layer]
-        keys.index_copy_(2, self.last_1, k_RK1D)
-        values.index_copy_(2, self.last_1, v_RK1D)
+        # A slice would be captured with the index of the first token.
+        k_buffer, v_buffer = self.completion_kv[layer]
+        k_buffer.index_copy_(2, self.last_1, k_RK1D)
+        v_buffer.index_copy_(2, self.last_1, v_RK1D)

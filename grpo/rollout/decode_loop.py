@@ -1,12 +1,23 @@
 """The decode loop with continuous batching: waiting rows take the places of rows that have ended.
 
-With tools a row also leaves at the end of a turn, and comes back with the answer, which enters its
-KV cache by one forward pass. The loop waits for all answers when half of the rows in flight have
-left. Which rows share a batch, and with it every bit, then depends on the tokens alone, not on how
-long a tool takes.
+A row is one completion. It waits until it may start, is then decoded in one batch with other rows,
+and ends at an EOS token, at a stop string or after T tokens. With tools it pauses at the end of
+each turn, and comes back with the tokens of the tool's answer. One pass of the loop
+(:func:`decode`) is::
 
-Shapes: ``R`` rows (completions), ``B`` rows in the batch, ``T`` most tokens of a completion, ``V``
-vocabulary.
+    come back    paused rows join the batch with their answers, once half of all rows have paused
+    start        waiting rows join the batch, as many as fit into memory
+    draw         one token for each row of the batch, from the row's logits and its random number
+    end          rows end, or pause
+    take out     ended rows leave the batch: some passes later, many at once
+    step         the model computes the drawn tokens, which gives the logits of the next ones
+
+Which rows share a batch, and with it every bit of the result, depends on the tokens alone and not
+on how long a tool takes: the loop waits for all answers before any row comes back.
+
+R   rows, over all of the rollout         T   most tokens of a completion
+B   rows of the batch                     V   vocabulary
+b   place of a row in the batch
 """
 
 from __future__ import annotations
@@ -24,22 +35,22 @@ from grpo.attention import packing_enabled
 from grpo.model import Policy
 from grpo.rollout.draw import SamplingParams, draw_tokens
 from grpo.rollout.interface import Replies
-from grpo.rollout.prefill import Decoder, ForkedCacheDecoder, Prompts
+from grpo.rollout.prefill import Decoder, Prompts
 from grpo.rollout.stops import Stops
 
-MARGIN_SHARE = 8
-"""T is divided by this for the margin of the KV cache if rows join later: with it, the cache is
-compacted less often."""
-
 Prefill = Callable[[Prompts, int], tuple[Decoder, Tensor]]
-"""A function of prompts and capacity: :func:`grpo.rollout.prefill.prefill` of a policy."""
+"""A function of prompts and capacity: :func:`grpo.rollout.prefill.prefill` of a policy.
+
+It returns a decoder, which has the KV cache of the rows, and the logits ``[B, V]`` of their first
+tokens."""
 
 
 @dataclass(eq=False)
 class Row:
-    """A completion that is being decoded, in as many turns as there are answers."""
+    """A completion that is being decoded: one turn, or several with an answer after each."""
 
     number: int
+    """Index among all rows of the rollout."""
     prompt: tuple[int, ...]
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -48,6 +59,7 @@ class Row:
     turn_start: int = 0
     """Index of the first token of the turn."""
     finished: bool = False
+    """True if the last turn ended by itself, False if it was cut after T tokens."""
     answer: Future[Sequence[int] | None] | None = None
     """The answer to the last turn."""
 
@@ -60,13 +72,192 @@ class Row:
 
     def completion(self, sampling: SamplingParams) -> Completion:
         """The completion, without its text."""
+        logprobs = () if sampling.is_greedy else tuple(self.logprobs)
+        loss_mask = () if all(self.is_drawn) else tuple(self.is_drawn)
         return Completion(
             tuple(self.tokens),
             text="",
             finished=self.finished,
-            sampling_logprobs=() if sampling.is_greedy else tuple(self.logprobs),
-            loss_mask=() if all(self.is_drawn) else tuple(self.is_drawn),
+            sampling_logprobs=logprobs,
+            loss_mask=loss_mask,
         )
+
+
+class _Batch:
+    """The rows that are decoded together.
+
+    A row that ends keeps its place, and is computed with the others, until :meth:`keep_active`.
+    """
+
+    def __init__(
+        self,
+        rows: list[Row],
+        decoder: Decoder | None = None,
+        logits_BV: Tensor | None = None,
+    ):
+        self.rows = rows
+        self.decoder = decoder
+        self.logits_BV = logits_BV
+        """Logits of the next token of each row."""
+        self.next_index = [len(row.tokens) for row in rows]
+        """Index of the next token of each row. It goes on after a row has ended."""
+        self.active = list(range(len(rows)))
+        """Places of the rows that have not ended."""
+
+    def joined(self, new: _Batch) -> _Batch:
+        """Return a batch of the active rows of this one, and of the rows of another."""
+        if not new.rows:
+            return self
+        if not self.active:
+            return new
+        places = self.keep_active()
+        self.decoder.add_rows(new.decoder)
+        logits = [self.logits_BV[places], new.logits_BV]
+        return _Batch(self.rows + new.rows, self.decoder, torch.cat(logits))
+
+    def draw(
+        self,
+        uniforms_RT: Tensor | None,
+        sampling: SamplingParams,
+    ) -> Tensor:
+        """Draw a token for every row, and append it to the active ones. Returns ``[B]``."""
+        u_B = None
+        if uniforms_RT is not None:
+            # The number of a token depends on row and index alone, not on place or pass. So the
+            # token depends neither on the other rows nor on when its row started.
+            numbers = [row.number for row in self.rows]
+            u_B = uniforms_RT[numbers, self.next_index]
+        token_B, logprob_B = draw_tokens(self.logits_BV, u_B, sampling)
+        self.next_index = [index + 1 for index in self.next_index]
+
+        # One transfer from the device for all rows.
+        tokens = token_B.tolist()
+        logprobs = logprob_B.tolist()
+        for b in self.active:
+            row = self.rows[b]
+            row.tokens.append(tokens[b])
+            row.logprobs.append(logprobs[b])
+            row.is_drawn.append(True)
+        return token_B
+
+    def end_rows(self, stops: Stops, T: int) -> list[int]:
+        """Take rows from the active ones if their turn has ended or they have T tokens.
+
+        Returns the places of those whose turn has ended.
+        """
+        active = []
+        finished = []
+        for b in self.active:
+            row = self.rows[b]
+            # A stop string begins in this turn: tokens of an answer do not count.
+            first = max(row.turn_start, len(row.tokens) - stops.search_length)
+            last_tokens = row.tokens[first:]
+            row.finished = stops.has_ended(last_tokens)
+            if row.finished:
+                finished.append(b)
+            elif len(row.tokens) < T:
+                active.append(b)
+        self.active = active
+        return finished
+
+    def keep_active(self) -> list[int]:
+        """Take ended rows out. Returns the places that the others had."""
+        places = self.active
+        self.decoder.keep_rows(places)
+        self.rows = [self.rows[b] for b in places]
+        self.next_index = [self.next_index[b] for b in places]
+        self.active = list(range(len(places)))
+        return places
+
+
+def _prefilled(rows: list[Row], prefill: Prefill, capacity: int) -> _Batch:
+    """Return a batch of these rows, with their prompts and the tokens they have computed."""
+    prefixes = [(*row.prompt, *row.tokens) for row in rows]
+    decoder, logits_BV = prefill(prefixes, capacity)
+    return _Batch(rows, decoder, logits_BV)
+
+
+class _PausedRows:
+    """The rows that have ended a turn and wait for an answer."""
+
+    def __init__(self):
+        self.rows = []
+        self.decoder = None
+        """The decoder with their KV cache, if rows can join a batch. Otherwise the cache is
+        computed again, from all their tokens, when they come back."""
+
+    def pause(
+        self,
+        batch: _Batch,
+        places: list[int],
+        replies: Replies,
+        rows_can_join: bool,
+    ) -> None:
+        """Take over the rows at these places in the batch, and ask for their answers."""
+        if rows_can_join:
+            # The batch may drop its keys and values of these rows at any time.
+            part = batch.decoder.split(places)
+            if self.decoder is None:
+                self.decoder = part
+            else:
+                self.decoder.add_rows(part)
+        for b in places:
+            row = batch.rows[b]
+            turn = row.tokens[row.turn_start :]
+            row.answer = replies(row.number, turn)
+            self.rows.append(row)
+
+    def come_back(self, prefill: Prefill, capacity: int) -> _Batch:
+        """Wait for all answers, and append them. Returns a batch of the rows that go on."""
+        places = []
+        rows = []
+        new_tokens = []
+        for place, row in enumerate(self.rows):
+            answer = row.answer.result()
+            if answer is not None:  # else the completion ends with this turn
+                places.append(place)
+                rows.append(row)
+                # The last token of the turn was drawn, but the row paused before the step that
+                # would have computed it.
+                new_tokens.append([row.tokens[-1], *answer])
+                row.append_answer(answer)
+
+        if not rows:
+            return _Batch([])
+        if self.decoder is None:
+            return _prefilled(rows, prefill, capacity)
+        self.decoder.keep_rows(places)
+        logits_BV = self.decoder.extend(new_tokens)
+        return _Batch(rows, self.decoder, logits_BV)
+
+
+def num_admissible(
+    waiting: Prompts,
+    in_flight: Prompts,
+    sampling: SamplingParams,
+    capacity: int,
+) -> int:
+    """The number of waiting rows that may start beside those in flight.
+
+    A row takes ``longest prompt + capacity`` tokens of KV cache, and all rows together at most
+    ``tokens_in_flight``. Only whole groups start, since their rows share the prompt's keys and
+    values. If nothing is in flight and not even one group fits, a part of the group starts, and at
+    least one row.
+    """
+    if sampling.tokens_in_flight is None:
+        return len(waiting)
+    longest = max(map(len, in_flight), default=0)
+    count = 0
+    for prompt, group in groupby(waiting):
+        # One long prompt makes every row count more: prompts are padded to the longest.
+        longest = max(longest, len(prompt))
+        most_rows = sampling.tokens_in_flight // (longest + capacity)
+        room = most_rows - len(in_flight) - count
+        size = len(list(group))
+        if size > room:
+            return count if in_flight or count else max(room, 1)
+        count += size
+    return count
 
 
 def decode(
@@ -80,215 +271,72 @@ def decode(
 ) -> list[Row]:
     """Decode every row to its end, as many at once as ``tokens_in_flight`` allows.
 
-    Waiting rows start as soon as ended rows have freed memory for a whole group. Models that cannot
-    be packed have a cache that rows cannot join: there they start when all others have ended.
-
-    ``uniforms_RT`` draw the tokens, on the policy's device; None: greedy. ``on_tokens`` is called
-    with the number of tokens drawn since its last call.
+    Args:
+        policy: its tokenizer and EOS tokens are used here; the model is in ``prefill``.
+        prefill: computes prompts, and returns the decoder that continues them.
+        prompts: the prompt of each row, those of one group beside each other.
+        uniforms_RT: ``[R, T]`` random numbers in [0, 1), one per token, on the policy's device.
+            None: greedy decoding.
+        sampling: ``max_completion_length`` is T.
+        on_tokens: called with the number of tokens drawn since its last call.
+        replies: answers each turn. None: a completion is one turn.
     """
     T = sampling.max_completion_length
     stops = Stops(policy, sampling.stop)
+    # Models that cannot be packed have a KV cache that rows cannot join. Their rows start, or come
+    # back, when all others have ended.
     rows_can_join = packing_enabled(policy.model)
     capacity = T
     if rows_can_join and num_admissible(prompts, [], sampling, T) < len(prompts):
-        capacity += T // MARGIN_SHARE + 1
+        # Rows that join later start at a later index of the cache, which is compacted when it is
+        # full. With a margin this happens less often.
+        capacity += T // 8 + 1
 
     rows = [Row(number, prompt) for number, prompt in enumerate(prompts)]
     num_started = 0
     batch = _Batch([])
-    away = _PausedRows()
+    paused = _PausedRows()
     while True:
-        # Rows come back with their answers, and waiting rows start.
-        half_are_away = len(away.rows) >= max(len(batch.live), 1)
-        if half_are_away and (rows_can_join or not batch.live):
-            batch.join(away.come_back(prefill, capacity))
+        # Come back, when half of the rows in flight have paused. Earlier, the loop would wait for
+        # tools more often; later, it would decode smaller batches.
+        half_have_paused = len(paused.rows) >= max(len(batch.active), 1)
+        if half_have_paused and (rows_can_join or not batch.active):
+            batch = batch.joined(paused.come_back(prefill, capacity))
+            paused = _PausedRows()
+
+        # Start. Paused rows keep their memory, so they count as in flight.
         waiting = prompts[num_started:]
-        if waiting and (rows_can_join or not batch.live):
-            in_flight = [batch.rows[b].prompt for b in batch.live]
-            in_flight += [row.prompt for row in away.rows]
+        if waiting and (rows_can_join or not batch.active):
+            in_flight = [batch.rows[b].prompt for b in batch.active]
+            in_flight += [row.prompt for row in paused.rows]
             count = num_admissible(waiting, in_flight, sampling, capacity)
             if count:
                 new_rows = rows[num_started : num_started + count]
                 num_started += count
-                batch.join(_Batch(new_rows, *prefill(waiting[:count], capacity)))
-        if not batch.live:
-            break
+                # The new batch has no name, which would keep a second copy of its KV cache.
+                batch = batch.joined(_prefilled(new_rows, prefill, capacity))
+        if not batch.active:
+            return rows
 
+        # Draw, and end. A row's last token is drawn but never computed, since no token follows.
         token_B = batch.draw(uniforms_RT, sampling)
         if on_tokens:
-            on_tokens(len(batch.live))
-        ended = batch.end_rows(stops, T)
-        if replies and ended:
-            away.leave(batch, ended, replies, rows_can_join)
-        if not batch.live:
+            on_tokens(len(batch.active))
+        finished = batch.end_rows(stops, T)
+        if replies and finished:
+            paused.pause(batch, finished, replies, rows_can_join)
+        if not batch.active:
             continue
 
-        # A row that has drawn token T must go: it has no further random number, and its next
-        # position may exceed the context.
-        num_ended = len(batch.rows) - len(batch.live)
-        many = max(int(len(batch.rows) * batch.decoder.least_ended), 1)
-        if num_ended >= many or batch.decoder.is_full or max(batch.t) == T:
-            places = batch.keep_live()
+        # Take out. This copies the KV cache, so the loop waits until there are enough ended rows,
+        # and computes a few of them for a while. But a row at index T must go: it has no further
+        # random number, and its next position may exceed the context.
+        num_ended = len(batch.rows) - len(batch.active)
+        enough = int(len(batch.rows) * batch.decoder.min_ended_fraction)
+        must_take_out = batch.decoder.is_full or max(batch.next_index) == T
+        if must_take_out or num_ended >= max(enough, 1):
+            places = batch.keep_active()
             token_B = token_B[places]
+
+        # Step. The keys and values of the drawn tokens go into the KV cache.
         batch.logits_BV = batch.decoder.step(token_B)
-
-    return rows
-
-
-class _Batch:
-    """The rows that are decoded together."""
-
-    def __init__(
-        self,
-        rows: list[Row],
-        decoder: Decoder | None = None,
-        logits_BV: Tensor | None = None,
-    ):
-        self.rows = rows
-        self.decoder = decoder
-        self.logits_BV = logits_BV
-        self.t = [len(row.tokens) for row in rows]
-        """Index of the next token in each place of the batch."""
-        self.live = list(range(len(rows)))
-        """Places of the rows that go on. An ended row is computed, too, until it is taken out."""
-
-    def draw(
-        self,
-        uniforms_RT: Tensor | None,
-        sampling: SamplingParams,
-    ) -> Tensor:
-        """Draw a token for every row, and append it to those that go on."""
-        u_B = None
-        if uniforms_RT is not None:
-            u_B = uniforms_RT[[row.number for row in self.rows], self.t]
-        token_B, logprob_B = draw_tokens(self.logits_BV, u_B, sampling)
-        self.t = [t + 1 for t in self.t]
-
-        drawn = token_B.tolist()
-        logprobs = logprob_B.tolist()
-        for b in self.live:
-            row = self.rows[b]
-            row.tokens.append(drawn[b])
-            row.logprobs.append(logprobs[b])
-            row.is_drawn.append(True)
-        return token_B
-
-    def end_rows(self, stops: Stops, T: int) -> list[int]:
-        """Take rows from the live ones if they end or have T tokens. Returns the places of ends."""
-        live = []
-        ended = []
-        for b in self.live:
-            row = self.rows[b]
-            first = max(row.turn_start, len(row.tokens) - stops.span)
-            row.finished = stops.end(row.tokens[first:])
-            if row.finished:
-                ended.append(b)
-            elif len(row.tokens) < T:
-                live.append(b)
-        self.live = live
-        return ended
-
-    def keep_live(self) -> Tensor:
-        """Take ended rows out. Returns the places, on the device, that the others had."""
-        places = torch.tensor(self.live, device=self.logits_BV.device)
-        self.decoder.keep_rows(places)
-        self.rows = [self.rows[b] for b in self.live]
-        self.t = [self.t[b] for b in self.live]
-        self.live = list(range(len(places)))
-        return places
-
-    def join(self, new: _Batch) -> None:
-        """Take ended rows out, and append those of another batch."""
-        if not new.rows:
-            return
-        if not self.live:
-            vars(self).update(vars(new))
-            return
-        places = self.keep_live()
-        self.decoder.add_rows(new.decoder)
-        self.logits_BV = torch.cat([self.logits_BV[places], new.logits_BV])
-        self.rows += new.rows
-        self.t += new.t
-        self.live = list(range(len(self.rows)))
-
-
-class _PausedRows:
-    """The rows that have ended a turn and wait for an answer, with their keys and values.
-
-    Models that cannot be packed have a cache that rows cannot join. Their keys and values are
-    computed again, with the answer.
-    """
-
-    def __init__(self):
-        self.rows: list[Row] = []
-        self.decoder: ForkedCacheDecoder | None = None
-
-    def leave(
-        self,
-        batch: _Batch,
-        ended: list[int],
-        replies: Replies,
-        rows_can_join: bool,
-    ) -> None:
-        """Take over the rows at these places in the batch, and ask for their answers."""
-        if rows_can_join:
-            part = batch.decoder.split(batch.decoder.start_R.new_tensor(ended))
-            if self.decoder is None:
-                self.decoder = part
-            else:
-                self.decoder.add_rows(part)
-        for b in ended:
-            row = batch.rows[b]
-            row.answer = replies(row.number, row.tokens[row.turn_start :])
-            self.rows.append(row)
-
-    def come_back(self, prefill: Prefill, capacity: int) -> _Batch:
-        """Wait for all answers, and append them. Returns the rows that go on."""
-        places = []
-        new_tokens = []
-        for place, row in enumerate(self.rows):
-            answer = row.answer.result()
-            if answer is not None:
-                places.append(place)
-                # The last token of the turn has been drawn, and not been computed.
-                new_tokens.append([row.tokens[-1], *answer])
-                row.append_answer(answer)
-
-        rows = [self.rows[place] for place in places]
-        decoder = self.decoder
-        self.rows = []
-        self.decoder = None
-        if not rows:
-            return _Batch([])
-        if decoder is None:
-            prefixes = [(*row.prompt, *row.tokens) for row in rows]
-            return _Batch(rows, *prefill(prefixes, capacity))
-        decoder.keep_rows(decoder.start_R.new_tensor(places))
-        return _Batch(rows, decoder, decoder.extend(new_tokens))
-
-
-def num_admissible(
-    waiting: Prompts,
-    in_flight: Prompts,
-    sampling: SamplingParams,
-    capacity: int,
-) -> int:
-    """The number of waiting rows that may start beside those in flight.
-
-    All together they have at most ``tokens_in_flight`` tokens of KV cache. Each row counts as many
-    as the longest prompt of all these rows plus ``capacity``. Only whole groups start. If nothing
-    is in flight and not even one group fits, a part of the group starts, and at least one row.
-    """
-    if sampling.tokens_in_flight is None:
-        return len(waiting)
-    longest = max(map(len, in_flight), default=0)
-    count = 0
-    for prompt, group in groupby(waiting):
-        longest = max(longest, len(prompt))
-        most_rows = sampling.tokens_in_flight // (longest + capacity)
-        room = most_rows - len(in_flight) - count
-        size = len(list(group))
-        if size > room:
-            return count if in_flight or count else max(room, 1)
-        count += size
-    return count

@@ -1,6 +1,18 @@
-"""Sampling of a token: settings, filters, inverse of the cumulative distribution.
+"""Drawing a token: temperature, filters, and the inverse of the cumulative distribution.
 
-Shapes: ``R`` rows, ``V`` vocabulary.
+With logits ``x_v``, temperature ``tau`` and one uniform number ``u`` in [0, 1) per row::
+
+    weight_v = e^(x_v / tau - max_w x_w / tau)     at most 1, so that nothing overflows
+    p_v      = weight_v / sum_w weight_w
+    F_v      = sum_{w <= v} p_w
+    token    = min {v : F_v > u}                   which is v with probability p_v
+
+This is inverse transform sampling (Devroye 1986, Non-Uniform Random Variate Generation, ch. II.2).
+A token is a function of its logits and of one number that is drawn ahead, and not of a generator's
+state, which would depend on what else is drawn.
+
+R   rows
+V   vocabulary
 """
 
 from __future__ import annotations
@@ -20,24 +32,22 @@ class SamplingParams:
     max_completion_length: int
     """In tokens."""
     temperature: float = 1.0
-    """0: greedy."""
+    """0: greedy decoding."""
     top_p: float = 1.0
+    """1: no such filter."""
     top_k: int = 0
-    """0: off."""
+    """0: no such filter."""
     min_p: float = 0.0
+    """0: no such filter."""
     stop: tuple[str, ...] = ()
-    """Strings that end a completion, and stay in it. A special token is found by its id
-    (:class:`Stops`)."""
+    """Strings that end a completion, and stay in it; see :class:`grpo.rollout.Stops`."""
     tokens_in_flight: int | None = None
-    """Most tokens (of prompts and completions) in the KV cache at once; None: no limit."""
+    """Most tokens (of prompts and completions) in the KV cache at once. None: no limit."""
 
     @property
     def is_greedy(self) -> bool:
+        """True if the token with the highest logit is taken, without a random number."""
         return not self.temperature > 0
-
-    @property
-    def is_filtered(self) -> bool:
-        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
 
 def draw_tokens(
@@ -45,9 +55,9 @@ def draw_tokens(
     u_R: Tensor | None,
     sampling: SamplingParams,
 ) -> tuple[Tensor, Tensor]:
-    """Draw one token per row: the first whose cumulative probability exceeds ``u_R`` in [0, 1).
+    """Draw one token per row: the first whose cumulative probability exceeds ``u_R``.
 
-    ``u_R`` None: the token with the highest logit.
+    ``u_R`` is in [0, 1). None: the token with the highest logit.
 
     Returns tokens ``[R]`` and their log-probabilities ``[R]`` in nats, at the temperature and
     before the filters, as the loss scores them. Log-probabilities are 0 in greedy decoding, and
@@ -59,14 +69,16 @@ def draw_tokens(
         logit_R = logits_RV.gather(1, token_R[:, None]).squeeze(1)
         return token_R, 0.0 * logit_R
 
-    if sampling.temperature != 1.0:  # a pass over all logits
+    if sampling.temperature != 1.0:  # the division is a pass over all logits
         logits_RV = logits_RV / sampling.temperature
     logits_RV = logits_RV - logits_RV.amax(dim=-1, keepdim=True)
     weights_RV = logits_RV.exp()
-    kept_RV = filter_probs(weights_RV, sampling)
-    token_R, total_R = first_exceeding(kept_RV, u_R)
+    filtered_RV = filter_probs(weights_RV, sampling)
+    token_R, total_R = first_exceeding(filtered_RV, u_R)
 
-    if sampling.is_filtered:
+    # log p_v = log weight_v - log sum_w weight_w. The sum is over all tokens, also those that the
+    # filters took out: the policy whose gradient is computed has no filters.
+    if filtered_RV is not weights_RV:
         total_R = weights_RV.sum(
             dim=-1,
             dtype=torch.float64,
@@ -77,29 +89,31 @@ def draw_tokens(
 
 
 def first_exceeding(
-    probs_RV: Tensor,
+    weights_RV: Tensor,
     u_R: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """The first index whose cumulative probability exceeds ``u_R`` times the total, and the total.
+    """The first index whose cumulative weight exceeds ``u_R`` times the total, and the total.
 
-    ``[R]`` each. No index is that of an impossible token.
+    Both ``[R]``. ``F_v > u`` is compared as ``sum_{w <= v} weight_w > u * total``, without a
+    division by the total. A token of weight 0 is never the first.
     """
-    if probs_RV.is_cuda:  # the CPU adds up in fp64 by itself
-        probs_RV = probs_RV.double()
-    cdf_RV = deterministic_cumsum(probs_RV)
-    total_R1 = cdf_RV[:, -1:]
-    # u * total can round up to the total, which would select an index behind the last possible
-    # token: stay below.
-    below_total_R1 = torch.nextafter(total_R1, torch.zeros_like(total_R1))
-    target_R1 = u_R[:, None] * total_R1
-    target_R1 = torch.minimum(target_R1, below_total_R1)
+    # In fp32, rounding a sum of 150,000 weights would shift probabilities. The CPU adds up in fp64
+    # by itself.
+    if weights_RV.is_cuda:
+        weights_RV = weights_RV.double()
+    cumulative_RV = deterministic_cumsum(weights_RV)
+    total_R = cumulative_RV[:, -1]
+    # u * total can round up to the total, which no cumulative weight exceeds: stay below.
+    below_total_R = torch.nextafter(total_R, torch.zeros_like(total_R))
+    target_R = torch.minimum(u_R * total_R, below_total_R)
     token_R1 = torch.searchsorted(
-        cdf_RV,
-        target_R1,
+        cumulative_RV,
+        target_R[:, None],
         right=True,
     )
-    token_R1 = token_R1.clamp(max=probs_RV.shape[1] - 1)  # NaN gives the index behind it
-    return token_R1.squeeze(1), total_R1.squeeze(1)
+    # With NaN among the weights the index is V. The caller finds the NaN in the log-probability.
+    token_R1 = token_R1.clamp(max=weights_RV.shape[1] - 1)
+    return token_R1.squeeze(1), total_R
 
 
 def filter_probs(
@@ -108,33 +122,41 @@ def filter_probs(
 ) -> Tensor:
     """Set probabilities outside top-k, top-p and min-p, in this order, to 0.
 
-    The others are not renormalised. Each filter keeps all probabilities of at least a number, so
-    that tokens of equal probability stay or go together. The probabilities may be multiplied by any
-    number that leaves them at most 1.
+    ==========  ========================================  ================================
+    top-k       the k largest probabilities stay          Fan et al. 2018, arXiv:1805.04833
+    top-p       the fewest of sum >= top_p stay           Holtzman et al. 2020, arXiv:1904.09751
+    min-p       those of at least min_p * largest stay    Nguyen et al. 2024, arXiv:2407.01082
+    ==========  ========================================  ================================
+
+    Each filter is a threshold, so that tokens of equal probability stay or go together. The others
+    are not renormalised, and the probabilities may be multiplied by any number that leaves them at
+    most 1. Without a filter the argument is returned.
     """
     if 0 < sampling.top_k < probs_RV.shape[1]:
-        least_R1 = probs_RV.topk(sampling.top_k).values[:, -1:]
-        probs_RV = torch.where(probs_RV >= least_R1, probs_RV, 0.0)
+        threshold_R1 = probs_RV.topk(sampling.top_k).values[:, -1:]
+        probs_RV = torch.where(probs_RV >= threshold_R1, probs_RV, 0.0)
     if sampling.top_p < 1.0:
         sorted_RV = probs_RV.sort(dim=-1, descending=True).values
+        # A token stays if those before it do not reach top_p without it.
         before_RV = deterministic_cumsum(sorted_RV) - sorted_RV
         total_R1 = sorted_RV.sum(dim=-1, keepdim=True)
         is_kept_RV = before_RV < sampling.top_p * total_R1
         num_kept_R1 = is_kept_RV.sum(dim=-1, keepdim=True)
-        least_R1 = sorted_RV.gather(1, num_kept_R1.clamp(min=1) - 1)
-        probs_RV = torch.where(probs_RV >= least_R1, probs_RV, 0.0)
+        last_R1 = num_kept_R1.clamp(min=1) - 1  # one stays, also among NaN
+        threshold_R1 = sorted_RV.gather(1, last_R1)
+        probs_RV = torch.where(probs_RV >= threshold_R1, probs_RV, 0.0)
     if sampling.min_p > 0.0:
-        least_R1 = sampling.min_p * probs_RV.amax(dim=-1, keepdim=True)
-        probs_RV = torch.where(probs_RV >= least_R1, probs_RV, 0.0)
+        threshold_R1 = sampling.min_p * probs_RV.amax(dim=-1, keepdim=True)
+        probs_RV = torch.where(probs_RV >= threshold_R1, probs_RV, 0.0)
     return probs_RV
 
 
 def deterministic_cumsum(x_RV: Tensor) -> Tensor:
     """``cumsum`` along rows that also runs on CUDA with ``runtime.deterministic``.
 
-    PyTorch refuses every ``cumsum`` on CUDA then, but only the kernel for a single row (CUB's scan)
-    can give different bits. The kernel for a matrix has a fixed order (``ScanUtils.cuh``): a single
-    row is computed as a matrix of two.
+    PyTorch then refuses every ``cumsum`` on CUDA. But only the kernel for a single row (CUB's scan)
+    can give different bits; the kernel for a matrix has a fixed order (``ScanUtils.cuh``). A single
+    row is therefore computed as a matrix of two.
     """
     mode = torch.get_deterministic_debug_mode()
     if not (x_RV.is_cuda and mode):

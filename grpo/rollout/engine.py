@@ -21,7 +21,7 @@ from grpo.algorithm.batch import Group, Problem
 from grpo.algorithm.seeding import generator
 from grpo.model import Policy
 from grpo.rollout.cuda_graphs import CUDAGraphs
-from grpo.rollout.decode_loop import Prefill, Prompts, decode
+from grpo.rollout.decode_loop import Prompts, decode
 from grpo.rollout.draw import SamplingParams, draw_tokens
 from grpo.rollout.interface import ROWS_PER_CALL, Replies, grouped
 from grpo.rollout.llama_decoder import LlamaDecoder
@@ -59,10 +59,10 @@ class BuiltinEngine:
         self.fast_decode = fast_decode
         self.gathered = gathered
         self.communicates = gathered is not None
-        self.graphs: CUDAGraphs | None = None
+        self.graphs = None
         if cuda_graphs and policy.device.type == "cuda":
             self.graphs = CUDAGraphs(warn)
-        self._prefill: Prefill | None = None
+        self._prefill = None
         """The prefill of the rollouts inside of :meth:`weights`."""
 
     def generate(
@@ -78,6 +78,8 @@ class BuiltinEngine:
 
         ValueError if the model computes NaN.
         """
+        # All random numbers are drawn ahead, and each row's by a generator of its own: a completion
+        # depends neither on the rows beside it nor on the rank that samples it.
         prompts = []
         uniforms = []
         for problem in problems:
@@ -99,6 +101,7 @@ class BuiltinEngine:
                 on_tokens,
                 replies,
             )
+        # A NaN among the logits of a token makes its log-prob NaN.
         for row in decoded:
             if any(map(math.isnan, row.logprobs)):
                 raise ValueError(
@@ -114,12 +117,13 @@ class BuiltinEngine:
         That is a prefill, a decode step, and a copy of the KV cache, which has room for all tokens
         from the start, unless it is transformers' own.
         """
+        # Any token and any random number will do: only the sizes count.
         zeros_R = torch.zeros(len(prompts), device=self.policy.device)
         with self.weights(), self.policy.inference():
             decoder, _ = self._prefill(prompts, sampling.max_completion_length)
             logits_RV = decoder.step(zeros_R.long())
             draw_tokens(logits_RV, zeros_R, sampling)
-            decoder.keep_rows(torch.arange(len(prompts), device=zeros_R.device))
+            decoder.keep_rows(range(len(prompts)))
 
     def close(self) -> None:
         """Release nothing: the engine holds nothing outside this process."""
@@ -131,18 +135,21 @@ class BuiltinEngine:
         :meth:`generate` enters such a block itself, unless it is called inside of one. Under FSDP
         the weights are gathered, so all ranks enter the block together.
         """
+        # An outer block has made the copies.
         if self._prefill:
             yield
             return
+
         policy = self.policy
         is_llama = self.fast_decode and policy.is_llama
         copied = nullcontext()
         if self.gathered:
-            copied = self.gathered.copied(policy.precision, fast_decode=self.fast_decode)
+            copied = self.gathered.filled(policy.precision, fast_decode=self.fast_decode)
         elif self.fast_decode:
             copied = copied_weights(policy.model, policy.precision)
         try:
             with copied:
+                # Made here, where the layers have their copies.
                 llama_decoder = LlamaDecoder(policy.backbone) if is_llama else None
                 self._prefill = partial(prefill, policy, llama_decoder, graphs=self.graphs)
                 yield

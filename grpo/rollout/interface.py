@@ -83,6 +83,8 @@ def engine_with_weights(
     With ``seconds``, the time to copy or gather the weights is added to that of the rollout.
     """
     with ExitStack() as stack:
+        # An engine with collectives raises on all ranks by itself. Another may fail on one rank,
+        # and the others would wait for that rank in their next collective.
         timed = world.timed("rollout", seconds) if seconds is not None else nullcontext()
         with timed, nullcontext() if engine.communicates else world.fail_together():
             stack.enter_context(engine.weights())
@@ -96,8 +98,10 @@ def grouped(
 ) -> list[Group]:
     """The groups of equally many completions per problem, which get their texts."""
     G = len(completions) // max(len(problems), 1)
+    with_texts = [replace(c, text=stops.text(c.ids)) for c in completions]
     groups = []
     for p, problem in enumerate(problems):
-        with_texts = [replace(c, text=stops.text(c.ids)) for c in completions[p * G : (p + 1) * G]]
-        groups.append(Group(problem, tuple(with_texts)))
+        first = p * G
+        group = with_texts[first : first + G]
+        groups.append(Group(problem, tuple(group)))
     return groups

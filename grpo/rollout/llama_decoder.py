@@ -1,11 +1,20 @@
 """One decode step written out for Llama's layers (Llama, Mistral, Ministral 3, Qwen2, Qwen3).
 
 It computes what the model's modules compute, with fewer operations, without module calls, without
-autocast's check at every operation, and from copied weights (:mod:`grpo.rollout.weights`). Models
-for which :func:`grpo.rollout.check_model` finds another result decode through their own modules.
+autocast's check at every operation, and from the weights' copies (:mod:`grpo.rollout.weights`).
+Models for which :func:`grpo.rollout.check_model` finds another result decode through their own
+modules. A layer is (Touvron et al. 2023, arXiv:2302.13971)::
 
-Shapes: ``R`` rows, ``H`` query heads, ``K`` key heads, ``D`` head size; hidden states are
-``[R, hidden size]``.
+    q, k, v = W_qkv norm(x)                            in Qwen3 with norms of each head of q and k
+    q, k    = rotate(q), rotate(k)                     as of Su et al. 2021, arXiv:2104.09864
+    x       = x + W_o attention(q, k, v)
+    x       = x + W_down (act(W_gate norm(x)) * W_up norm(x))
+
+    rotate(y) = y * cos + turn(y) * sin                turn([y1, y2]) = [-y2, y1], halves of a head
+
+R   rows                                  D   size of a head
+H   query heads                           E   size of a hidden state
+K   key heads, as many as value heads
 """
 
 from __future__ import annotations
@@ -24,9 +33,9 @@ LLAMA_SHAPED = {"LlamaModel", "MistralModel", "Ministral3Model", "Qwen2Model", "
 
 
 class LlamaDecoder:
-    """Last hidden states of one more token per row, as :func:`grpo.attention.forked_hidden`.
+    """Computes one more token per row, as :func:`grpo.attention.forked_hidden` does.
 
-    For a backbone of :data:`LLAMA_SHAPED`; from copied weights, if made inside of
+    For a backbone of :data:`LLAMA_SHAPED`. It reads the weights' copies if it is made inside of
     :func:`grpo.rollout.weights.copied_weights`.
     """
 
@@ -35,23 +44,37 @@ class LlamaDecoder:
         self.layers = [_Layer(layer) for layer in backbone.layers]
 
     def __call__(self, token_R: Tensor, cache: ForkedCache) -> Tensor:
-        """``[R, hidden size]``; the tokens' keys and values go into ``cache``."""
+        """Last hidden states ``[R, E]``; the tokens' keys and values go into ``cache``."""
         backbone = self.backbone
         positions_R = cache.begin_token()
+        # The copies have the dtypes of the products already.
         with torch.autocast(token_R.device.type, enabled=False):
-            x = backbone.embed_tokens(token_R)
-            cos_R1D, sin_R1D = backbone.rotary_emb(x, position_ids=positions_R[:, None])
-            # rotate_half(q) * sin == roll(q) * sin with the first half of sin negated:
-            # one negation for all layers.
+            x_RE = backbone.embed_tokens(token_R)
+            cos_R1D, sin_R1D = backbone.rotary_emb(
+                x_RE,
+                position_ids=positions_R[:, None],
+            )
+            # turn([y1, y2]) * sin = [y2, y1] * signed_sin, which negates the first half of the sine
+            # once for all layers, and not half of the queries and keys in each.
             first_half, second_half = sin_R1D.chunk(2, dim=-1)
-            sin_R1D = torch.cat([-first_half, second_half], dim=-1)
+            signed_sin_R1D = torch.cat([-first_half, second_half], dim=-1)
             for number, layer in enumerate(self.layers):
+                # In the check of a sharded model there are no copies, and each layer is gathered
+                # when it computes.
                 with gathered(layer.module):
-                    x = layer(x, cos_R1D, sin_R1D, number, cache)
-            return _norm(x, backbone.norm)
+                    x_RE = layer(
+                        x_RE,
+                        cos_R1D,
+                        signed_sin_R1D,
+                        number,
+                        cache,
+                    )
+            return _norm(x_RE, backbone.norm)
 
 
 class _Layer:
+    """A layer's weights as a decode step reads them, and the layer's computation."""
+
     def __init__(self, module: nn.Module):
         attention = module.self_attn
         mlp = module.mlp
@@ -72,40 +95,49 @@ class _Layer:
 
     def __call__(
         self,
-        x: Tensor,
+        x_RE: Tensor,
         cos_R1D: Tensor,
-        sin_R1D: Tensor,
+        signed_sin_R1D: Tensor,
         number: int,
         cache: ForkedCache,
     ) -> Tensor:
-        """Hidden states behind the layer."""
-        R = len(x)
+        """Hidden states ``[R, E]`` after the layer, which is layer ``number`` of ``cache``."""
         H = self.H
         K = self.K
-        heads = self.qkv(_norm(x, self.norm)).view(R, H + 2 * K, self.D)
-        q_and_k = heads[:, : H + K]
+        D = self.D
+
+        # Heads side by side: H of queries, K of keys, K of values.
+        qkv = self.qkv(_norm(x_RE, self.norm))
+        qkv = qkv.view(-1, H + 2 * K, D)
+        v_RKD = qkv[:, H + K :]
+        qk = qkv[:, : H + K]
         if self.q_norm is not None:
-            q = _norm(q_and_k[:, :H], self.q_norm)
-            k = _norm(q_and_k[:, H:], self.k_norm)
-            q_and_k = torch.cat([q, k], dim=1)
-        half_turned = q_and_k.roll(self.D // 2, dims=-1)
-        turned = torch.addcmul(q_and_k * cos_R1D, half_turned, sin_R1D)
-        attended = cache.attend(
+            q_RHD = _norm(qk[:, :H], self.q_norm)
+            k_RKD = _norm(qk[:, H:], self.k_norm)
+            qk = torch.cat([q_RHD, k_RKD], dim=1)
+
+        # Queries and keys are rotated by the same positions, so in one product.
+        swapped_halves = qk.roll(D // 2, dims=-1)
+        rotated = torch.addcmul(qk * cos_R1D, swapped_halves, signed_sin_R1D)
+        out_R1HD = cache.attend(
             number,
-            turned[:, :H, None],
-            turned[:, H:, None],
-            heads[:, H + K :, None],
+            rotated[:, :H, None],
+            rotated[:, H:, None],
+            v_RKD[:, :, None],
             self.scaling,
         )
-        x = x + self.o(attended.view(R, H * self.D))
+        x_RE = x_RE + self.o(out_R1HD.flatten(1))
 
-        gate_and_up = self.gate_up(_norm(x, self.mlp_norm))
-        gate, up = gate_and_up.chunk(2, dim=-1)
-        return x + self.down(self.activation(gate) * up)
+        gate_up = self.gate_up(_norm(x_RE, self.mlp_norm))
+        gate, up = gate_up.chunk(2, dim=-1)
+        return x_RE + self.down(self.activation(gate) * up)
 
 
 def _norm(x: Tensor, norm: nn.Module) -> Tensor:
-    """The RMS norm of ``x``."""
+    """The RMS norm of ``x``: ``weight * x / sqrt(mean(x^2) + epsilon)``, over the last dimension.
+
+    Source: Zhang and Sennrich 2019, arXiv:1910.07467.
+    """
     weight = norm.weight
     return torch.rms_norm(
         x.to(weight.dtype),
@@ -116,10 +148,11 @@ def _norm(x: Tensor, norm: nn.Module) -> Tensor:
 
 
 def _product(*layers: nn.Module) -> Callable[[Tensor], Tensor]:
-    """The outputs of these layers for one input, side by side.
+    """A function that gives the outputs of these layers for one input, side by side.
 
     It is one product, if the layers have a fused copy.
     """
+    # The layers may also have been copied one by one, or not at all.
     first = layers[0]
     if isinstance(first, CopiedLinear) and len(first.fused.layers) == len(layers):
         return first.fused

@@ -1,10 +1,12 @@
-"""The prefill, and two decoders that continue from it one token at a time.
+"""The prefill, which computes prompts, and two decoders that continue them one token at a time.
 
-:class:`ForkedCacheDecoder`, with a prompt's keys and values in memory once, is for models that can
-be packed, :class:`DynamicCacheDecoder` for others.
+The prefill packs all prompts into one row (:mod:`grpo.attention.layout`), in which each is computed
+once for all its completions. :class:`ForkedCacheDecoder` then holds each prompt's keys and values
+once. It is for models that can be packed, :class:`DynamicCacheDecoder` for all others.
 
-Shapes: ``U`` distinct prompts, ``R`` rows (completions) being decoded, ``N`` new tokens of a row,
-``K`` tokens of a row so far, ``V`` vocabulary.
+R   rows: completions being decoded       N   new tokens of a row
+U   distinct prompts                      K   tokens of a row so far, with padding
+H   size of a hidden state                V   vocabulary
 """
 
 from __future__ import annotations
@@ -41,10 +43,18 @@ def prefill(
 ) -> tuple[Decoder, Tensor]:
     """Compute the prompt of each row, once for neighbouring rows with equal prompts.
 
-    ``llama_decoder`` computes decode steps, captured in ``graphs``; None: the model's own modules
-    do. ``capacity`` is the most own tokens of a row in the cache. Returns a decoder, and logits
-    ``[R, V]`` of each row's first token.
+    Args:
+        llama_decoder: computes decode steps. None: the model's modules do.
+        prompts: the prompt of each row.
+        capacity: most tokens of a completion in the KV cache.
+        graphs: captures the steps of ``llama_decoder`` in CUDA graphs. None: they are launched one
+            operation after the other.
+
+    Returns:
+        A decoder of the rows, and logits ``[R, V]`` of each row's first token.
     """
+    # Rows of a group are neighbours. Equal prompts of groups apart are computed twice, since they
+    # are rare.
     distinct = []
     prompt_of_row = []
     for prompt, rows in groupby(prompts):
@@ -54,25 +64,27 @@ def prefill(
     prompt_R = torch.tensor(prompt_of_row, device=policy.device)
     if not packing_enabled(policy.model):
         decoder = DynamicCacheDecoder(policy, distinct)
-        decoder.keep_rows(prompt_R)
+        decoder.keep_rows(prompt_R)  # a copy of the prompt's keys and values for each of its rows
         return decoder, decoder.logits_UV[prompt_R]
 
     decoder = ForkedCacheDecoder(policy, llama_decoder, distinct, capacity)
     packed = pack_prompts(distinct, policy.device)
-    hidden = packed_hidden(policy.backbone, packed, decoder)
-    logits_UV = decoder.head(hidden[packed.before_M])
+    hidden_NH = packed_hidden(policy.backbone, packed, decoder)
+    # The head is the largest layer, and only the last token of a prompt needs its logits.
+    logits_UV = decoder.head(hidden_NH[packed.before_M])
     decoder.fork(prompt_R)
     if llama_decoder and graphs and graphs.are_on:
         decoder.llama_decoder = CapturedSteps(llama_decoder, graphs)
-        decoder.least_ended = 0.75
+        # When rows leave, the step is captured anew, which takes as long as many steps.
+        decoder.min_ended_fraction = 0.75
     return decoder, logits_UV[prompt_R]
 
 
 class ForkedCacheDecoder(ForkedCache):
     """Decodes with each prompt's keys and values in memory once."""
 
-    least_ended = 0.125
-    """Ended rows are taken out, which copies the cache, when they are this share of all rows."""
+    min_ended_fraction = 0.125
+    """Ended rows are taken out, which copies the cache, when they are this fraction of all rows."""
 
     def __init__(
         self,
@@ -87,7 +99,7 @@ class ForkedCacheDecoder(ForkedCache):
         self.llama_decoder = llama_decoder
 
     def step(self, token_R: Tensor) -> Tensor:
-        """Append one token to every row; logits ``[R, V]`` of the next."""
+        """Append one token to every row. Returns logits ``[R, V]`` of the next."""
         if self.llama_decoder is not None:
             return self.head(self.llama_decoder(token_R, self))
         positions_R = self.begin_token()
@@ -100,51 +112,63 @@ class ForkedCacheDecoder(ForkedCache):
         return self.head(hidden_R1H[:, 0])
 
     def extend(self, tokens: Sequence[Sequence[int]]) -> Tensor:
-        """Append several tokens to each row, by one forward pass; logits ``[R, V]`` of the next."""
-        ids_RN, padding_R = _padded_left(tokens, self.start_R.device)
-        positions_RN = self.begin_tokens(ids_RN.shape[1] - padding_R)
-        hidden_RNH = forked_hidden(self.backbone, ids_RN, positions_RN, self)
+        """Append several tokens to each row by one forward pass.
+
+        Returns logits ``[R, V]`` of the next token.
+        """
+        # Padded on the left, so that the last token of every row is at the same index.
+        ids_RN, padding_R = _pad_left(tokens, self.start_R.device)
+        num_new_R = ids_RN.shape[1] - padding_R
+        positions_RN = self.begin_tokens(num_new_R)
+        hidden_RNH = forked_hidden(
+            self.backbone,
+            ids_RN,
+            positions_RN,
+            self,
+        )
         return self.head(hidden_RNH[:, -1])
 
 
 class DynamicCacheDecoder:
     """Decodes with transformers' ``DynamicCache``, in which every row has a copy of its prompt.
 
-    It decodes every model. Prompts are padded on the left, so that all rows continue at the same
-    index. Rows cannot be added later.
+    It decodes every model. Rows cannot be added later.
     """
 
     is_full = False
-    least_ended = ForkedCacheDecoder.least_ended
+    min_ended_fraction = ForkedCacheDecoder.min_ended_fraction
 
     def __init__(self, policy: Policy, prompts: Prompts):
         self.model = policy.model
-        ids_UN, self.padding_R = _padded_left(prompts, policy.device)
+        # Padded on the left, so that all rows continue at the same index of the cache.
+        ids_UN, self.padding_R = _pad_left(prompts, policy.device)
         self.length = 0
-        """Tokens in the cache for each row, with padding."""
+        """Tokens of each row in the cache, with padding."""
         self.cache = DynamicCache(config=policy.model.config)
         self.logits_UV = self._forward(ids_UN)
 
     def step(self, token_R: Tensor) -> Tensor:
-        """As :meth:`ForkedCacheDecoder.step`."""
+        """Append one token to every row. Returns logits ``[R, V]`` of the next."""
         return self._forward(token_R[:, None])
 
-    def keep_rows(self, rows: Tensor) -> None:
-        """As :meth:`ForkedCache.keep_rows`."""
+    def keep_rows(self, rows: Sequence[int] | Tensor) -> None:
+        """Drop all other rows; a row may also be kept several times."""
+        rows = torch.as_tensor(rows, device=self.padding_R.device)
         # ``batch_select_indices`` does the same, but not for the states of linear attention.
         self.cache.reorder_cache(rows)
         self.padding_R = self.padding_R[rows]
 
     def _forward(self, ids_RN: Tensor) -> Tensor:
-        """Append tokens to every row; logits ``[R, V]`` of the next."""
+        """Append tokens to every row. Returns logits ``[R, V]`` of the next."""
         start = self.length
         self.length += ids_RN.shape[1]
+        # A token's position is its index behind the padding, as if the row were alone.
         index_K = torch.arange(self.length, device=ids_RN.device)
-        index_RK = index_K - self.padding_R[:, None]  # negative at padding
+        position_RK = index_K - self.padding_R[:, None]
         out = self.model(
             input_ids=ids_RN,
-            attention_mask=index_RK >= 0,
-            position_ids=index_RK[:, start:].clamp(min=0),
+            attention_mask=position_RK >= 0,
+            position_ids=position_RK[:, start:].clamp(min=0),
             past_key_values=self.cache,
             use_cache=True,
             logits_to_keep=1,
@@ -155,12 +179,16 @@ class DynamicCacheDecoder:
 Decoder = ForkedCacheDecoder | DynamicCacheDecoder
 
 
-def _padded_left(
+def _pad_left(
     sequences: Sequence[Sequence[int]],
     device: torch.device,
 ) -> tuple[Tensor, Tensor]:
     """Token ids ``[R, N]``, and the number of padding tokens before each row, ``[R]``."""
     rows = [torch.tensor(sequence) for sequence in sequences]
-    ids_RN = pad_sequence(rows, batch_first=True, padding_side="left")
+    ids_RN = pad_sequence(
+        rows,
+        batch_first=True,
+        padding_side="left",
+    )
     padding = [ids_RN.shape[1] - len(row) for row in rows]
     return ids_RN.to(device), torch.tensor(padding, device=device)

@@ -17,51 +17,62 @@ class Stops:
         self.tokenizer = policy.tokenizer
         special_ids, self.strings = split_stop(self.tokenizer, stop)
         self.ids = [*policy.eos_ids, *special_ids]
+        """Tokens that end a completion."""
 
         # A tag such as </answer> stays in the text, as a stop string does.
         tags = tag_tokens(self.tokenizer) if special_ids else set()
         self.ids_without_text = {*policy.eos_ids, policy.pad_id}
         for id in special_ids:
-            if self.tokenizer.convert_ids_to_tokens(id) not in tags:
+            token = self.tokenizer.convert_ids_to_tokens(id)
+            if token not in tags:
                 self.ids_without_text.add(id)
 
         longest = max(map(len, self.strings), default=0)
-        self.span = 4 * longest + 4
-        """Tokens at the end of a text that are searched: n characters span at most 4n byte-level
-        tokens."""
+        self.search_length = 4 * longest + 4
+        """Tokens at the end of a turn that are searched for a stop string. In a byte-level
+        vocabulary n characters have at most 4n tokens."""
 
-        # The text of a sequence usually holds the texts of its parts, so that one search in all new
-        # tokens can show that none ends a stop string. Exceptions are tokenizers that remove
-        # spaces, and a stop string with U+FFFD, the text of half a character: the next token
-        # completes it.
+        # The text of a sequence usually contains the text of each part of it. Then one search in
+        # all new tokens can show that none of them ends a stop string. Exceptions are tokenizers
+        # that remove spaces, and a stop string with U+FFFD, the text of half a character: the next
+        # token completes it.
         cleans_up = getattr(self.tokenizer, "clean_up_tokenization_spaces", False)
-        self.neighbours_keep_text = not cleans_up and "\ufffd" not in "".join(stop)
+        self.text_contains_parts = not cleans_up and "\ufffd" not in "".join(stop)
 
     def text(self, tokens: Sequence[int]) -> str:
         """The text of a completion or turn.
 
         Special tokens that are tags are in it, the end of the turn is not.
         """
-        shown = [id for id in tokens if id not in self.ids_without_text]
-        return self.tokenizer.decode(shown)
+        ids = [id for id in tokens if id not in self.ids_without_text]
+        return self.tokenizer.decode(ids)
 
-    def end(self, turn: Sequence[int]) -> bool:
-        """True if a turn ends with its last token; its last ``span`` tokens are enough."""
+    def has_ended(self, turn: Sequence[int]) -> bool:
+        """True if a turn ends with its last token.
+
+        The last ``search_length`` tokens of the turn are enough.
+        """
         if turn[-1] in self.ids:
             return True
-        return bool(self.strings) and self._in_text(turn[-self.span :])
+        if not self.strings:  # decoding the text would take long, at every token
+            return False
+        return self._contains_stop(turn[-self.search_length :])
 
     def first_end(self, tokens: Sequence[int]) -> int | None:
-        """The least n so that the last ``span`` tokens of ``tokens[:n]`` contain a stop string."""
-        if self.neighbours_keep_text and not self._in_text(tokens):
+        """Length of the shortest beginning of ``tokens`` that contains a stop string, or None.
+
+        For tokens that a server has sampled, of which all are there at once.
+        """
+        if self.text_contains_parts and not self._contains_stop(tokens):
             return None
+        # Token by token, as the built-in engine searches: both end a turn at the same token.
         for end in range(1, len(tokens) + 1):
-            first = max(end - self.span, 0)
-            if self._in_text(tokens[first:end]):
+            first = max(end - self.search_length, 0)
+            if self._contains_stop(tokens[first:end]):
                 return end
         return None
 
-    def _in_text(self, tokens: Sequence[int]) -> bool:
+    def _contains_stop(self, tokens: Sequence[int]) -> bool:
         """True if a stop string is in the text without special tokens, where vLLM looks, too."""
         text = self.tokenizer.decode(tokens, skip_special_tokens=True)
         return any(string in text for string in self.strings)
@@ -72,6 +83,8 @@ def split_stop(
     stop: Sequence[str],
 ) -> tuple[list[int], list[str]]:
     """The ids of the stop strings that are special tokens, and the other strings.
+
+    A special token is found by its id, since the searched text is without special tokens.
 
     ValueError for a string with a special token beside other text.
     """

@@ -25,17 +25,15 @@ from grpo.model import HalfLinear, adapted_base, decoder_layers, effective_weigh
 
 _mkldnn = torch.ops.mkldnn
 SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Names of sibling layers that most models call with the same tensor; with different ones, each has
-its own output."""
+"""Names of sibling layers that most models call with the same tensor. If a model calls them with
+different ones, the outputs are still right: the product is computed for each."""
 
 
 class FusedLinear:
-    """Several linear layers with the same input as one product, computed from a copy of their
-    weights."""
+    """Linear layers with the same input as one product, from one copy of their weights."""
 
     def __init__(self, layers: list[nn.Linear], dtype: torch.dtype):
         self.layers = layers
-        self.dtype = dtype
         self.sizes = [layer.out_features for layer in layers]
 
         self.weight = torch.cat([effective_weight(layer).to(dtype) for layer in layers])
@@ -44,12 +42,12 @@ class FusedLinear:
         biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
         self.bias = torch.cat(biases).to(dtype) if biases else None
 
-        self._input: Tensor | None = None
-        self._outputs: tuple[Tensor, ...] = ()
+        self._input = None
+        self._outputs = ()
 
     def __call__(self, x: Tensor) -> Tensor:
         """The outputs of all layers side by side, ``[..., sum(out_features)]``."""
-        x = x.to(self.dtype)
+        x = x.to(self.weight.dtype)
         if self.weight.is_mkldnn:
             return _mkldnn._linear_pointwise(
                 x,
@@ -62,12 +60,12 @@ class FusedLinear:
         return F.linear(x, self.weight, self.bias)
 
     def output_of(self, number: int, x: Tensor) -> Tensor:
-        """The output of one layer. The first call with a tensor computes all, and the last layer's
-        call drops them."""
+        """The output of one layer. The first call with a tensor computes all outputs."""
         if x is not self._input:
             self._outputs = self(x).split(self.sizes, dim=-1)
             self._input = x
         output = self._outputs[number]
+        # Models call the layers in order, and after the last one the outputs need no memory.
         if number == len(self.layers) - 1:
             self._input = None
             self._outputs = ()
@@ -91,12 +89,12 @@ class CopiedLinear(nn.Module):
 
 
 Copies = dict[nn.Linear, FusedLinear]
-"""The copy of each layer; layers with the same input share one."""
+"""The copy of each layer's weight. Layers with the same input are in one fused copy."""
 
 
 @contextlib.contextmanager
-def in_place_of(model: nn.Module, copies: Copies) -> Iterator[None]:
-    """Inside the block, the model computes from these copies."""
+def _copies_in(model: nn.Module, copies: Copies) -> Iterator[None]:
+    """Inside the block, these layers of the model compute from their copies."""
     layers = {name: module for name, module in model.named_modules() if module in copies}
     try:
         for name, layer in layers.items():
@@ -110,26 +108,29 @@ def in_place_of(model: nn.Module, copies: Copies) -> Iterator[None]:
 def copied_weights(model: nn.Module, precision: str) -> contextlib.AbstractContextManager[None]:
     """Inside the block, linear layers compute from copies of their weights, which must not change
     meanwhile."""
-    return in_place_of(model, copies_of(list(model.modules()), precision))
+    modules = list(model.modules())
+    return _copies_in(model, _make_copies(modules, precision))
 
 
-def copies_of(modules: list[nn.Module], precision: str) -> Copies:
-    """The copies of those of these modules that are worth copying; see :func:`copied_weights`."""
+def _make_copies(modules: list[nn.Module], precision: str) -> Copies:
+    """Copy the weights of the linear layers among these modules, where a copy is faster."""
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     layers = []
     inside_adapted = set()
     for module in modules:
         if module not in inside_adapted and _is_worth_copying(module, dtype):
             layers.append(module)
+        # One copy has the sum of the base and the adapter's matrices, which are linear layers, too.
         if adapted_base(module):
             inside_adapted.update(module.modules())
 
-    copies: Copies = {}
+    copies = {}
     for parent in modules:
         for names in SAME_INPUT:
             siblings = [getattr(parent, name, None) for name in names]
             if all(layer in layers for layer in siblings):
-                copies |= dict.fromkeys(siblings, FusedLinear(siblings, dtype))
+                fused = FusedLinear(siblings, dtype)
+                copies |= dict.fromkeys(siblings, fused)
     for layer in layers:
         if layer not in copies:
             copies[layer] = FusedLinear([layer], dtype)
@@ -137,12 +138,12 @@ def copies_of(modules: list[nn.Module], precision: str) -> Copies:
 
 
 class GatheredWeights:
-    """The weights of a rollout when ranks hold shares of the model: gathered layer by layer into a
-    model of the rank.
+    """The weights of a rollout under FSDP, gathered layer by layer into a model of this rank alone.
 
-    That model has no weights between rollouts. While a layer is gathered in fp32, it is copied, and
-    what is not copied (embedding, norms) is cloned. After that no decode step communicates: ranks
-    may decode different numbers of steps."""
+    This rollout model has no weights between rollouts. While a layer is gathered in fp32, its
+    linear layers are copied, and its other parameters (embedding, norms) are cloned. After that no
+    decode step communicates: ranks may decode different numbers of steps.
+    """
 
     def __init__(
         self,
@@ -152,61 +153,79 @@ class GatheredWeights:
     ):
         """
         Args:
-            root: the sharded module whose root group holds what is in no layer of ``model``.
+            root: the sharded module whose root group holds the parameters outside any layer.
             model: the sharded model.
             rollout_model: a model of the same modules with all parameters on the meta device.
         """
         self.root = root
         self.rollout_model = rollout_model
-        self.sources = dict(zip(rollout_model.modules(), model.modules(), strict=True))
-        """The sharded model's module for each module of the rank's model."""
-        self.empty = {module: dict(module._parameters) for module in rollout_model.modules()}
-        """The parameters on the meta device that each module of the rank's model has between
-        rollouts."""
+        pairs = zip(rollout_model.modules(), model.modules(), strict=True)
+        self.sources = dict(pairs)
+        """The sharded model's module for each module of the rollout model."""
+        self.meta_parameters = {}
+        """The parameters that each module of the rollout model has between rollouts."""
+        for module in self.sources:
+            self.meta_parameters[module] = dict(module._parameters)
 
     @contextlib.contextmanager
-    def copied(self, precision: str, *, fast_decode: bool) -> Iterator[None]:
-        """Inside the block the rank's model has the weights of this moment. All ranks enter it
-        together."""
+    def filled(self, precision: str, *, fast_decode: bool) -> Iterator[None]:
+        """Inside the block the rollout model has the weights of this moment.
+
+        All ranks enter the block together.
+        """
         layers = decoder_layers(self.rollout_model)
-        layer_of = {part: layer for layer in layers for part in layer.modules()}
-        copies: Copies = {}
+        layer_of = {}
+        for layer in layers:
+            layer_of |= dict.fromkeys(layer.modules(), layer)
+
+        copies = {}
         try:
-            for layer in [*layers, None]:  # None: what is in no layer
+            for layer in [*layers, None]:  # None: modules outside any layer
                 modules = [module for module in self.sources if layer_of.get(module) is layer]
-                source = self.root if layer is None else self.sources[layer]
+                source = self.root
+                if layer is not None:
+                    source = self.sources[layer]
+                # One layer at a time is in memory in fp32.
                 with torch.no_grad(), gathered(source):
                     for module in modules:
                         module._parameters.update(self.sources[module]._parameters)
                     if fast_decode:
-                        copies |= copies_of(modules, precision)
-                    # With a layer that has an adapter, its base and matrices are copied.
-                    copied = {part for linear in copies for part in linear.modules()}
-                    tied = {}  # a weight of two modules is cloned once
-                    for module in modules:
-                        parameters = self.empty[module]
-                        if module not in copied:
-                            parameters = copy.deepcopy(module._parameters, tied)
-                        module._parameters.update(parameters)
-            with in_place_of(self.rollout_model, copies):
+                        copies |= _make_copies(modules, precision)
+                    self._keep_uncopied(modules, copies)
+            with _copies_in(self.rollout_model, copies):
                 yield
         finally:
-            for module, parameters in self.empty.items():
+            for module, parameters in self.meta_parameters.items():
                 module._parameters.update(parameters)
+
+    def _keep_uncopied(self, modules: list[nn.Module], copies: Copies) -> None:
+        """Clone the gathered parameters that are in no copy, and let go of all others."""
+        # A layer with an adapter is copied with its base and matrices, which are modules inside.
+        copied = set()
+        for linear in copies:
+            copied.update(linear.modules())
+        clones = {}  # a weight that is tied, so in two modules, is cloned once
+        for module in modules:
+            parameters = self.meta_parameters[module]
+            if module not in copied:
+                parameters = copy.deepcopy(module._parameters, clones)
+            module._parameters.update(parameters)
 
 
 def _is_worth_copying(module: nn.Module, dtype: torch.dtype) -> bool:
-    """True for a plain linear layer with its own ``forward`` and no hooks; in fp32 only if oneDNN
-    can reorder.
+    """True for a linear layer that a copy computes faster: in bf16, or where oneDNN can reorder it.
 
-    A layer with an adapter is copied always: three products become one.
+    A layer with an adapter is copied always, since three products become one. A layer with hooks or
+    another ``forward`` than that of ``nn.Linear`` is copied never.
     """
     linear = adapted_base(module) or module
     if type(linear) not in (nn.Linear, HalfLinear):
         return False
     for layer in (module, linear):
-        if layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer):
+        has_hooks = layer._forward_hooks or layer._forward_pre_hooks
+        if has_hooks or "forward" in vars(layer):
             return False
+    # In bf16 the copy saves a cast of the fp32 weight at every token.
     if dtype == torch.bfloat16 or linear is not module:
         return True
     return _can_reorder(linear.weight)
