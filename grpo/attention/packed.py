@@ -83,7 +83,7 @@ def packed_attention(
         ):
             R = len(tile.prompt_R)
             C = tile.width
-            # Each completion sees the keys of its prompt, then its own.
+            # The keys of each completion's prompt, then those of the completion.
             k_RKSD = torch.cat([k_UKPD[tile.prompt_R], k_RKCD], dim=2)
             v_RKSD = torch.cat([v_UKPD[tile.prompt_R], v_RKCD], dim=2)
             # The g query heads of a key head become g times as many queries of it, so that keys

@@ -54,8 +54,7 @@ def check_model(
         ValueError: if the model stays random in training mode, or if decode steps with its cache
             compute other logits than its forward pass.
     """
-    model = policy.model
-    window = window_of(model.config)
+    window = window_of(policy.model.config)
     longest = PROMPT_LENGTH
     # A cache that forgets what is outside of the window differs only in longer rows.
     if window and window[1] < reach:
@@ -68,11 +67,11 @@ def check_model(
         # to 0 unnoticed.
         expected_N = _score(scorer, batch)
         if disable_dropout:
-            turn_dropout_off(model)
+            turn_dropout_off(policy.model)
             for logprobs_N in in_training_mode(policy, lambda: _score(scorer, batch)):
                 if not is_close(logprobs_N, expected_N, bound):
                     raise ValueError(
-                        f"{type(model).__name__} is random in training mode: "
+                        f"{type(policy.model).__name__} is random in training mode: "
                         "set model.disable_dropout=false"
                     )
             why_padded = _pack(policy, scorer, batch, expected_N)
@@ -84,8 +83,8 @@ def check_model(
         logprobs_N = _decode(policy, scorer, batch)
         if not is_close(logprobs_N, expected_N, bound):
             raise ValueError(
-                f"{type(model).__name__} cannot be sampled: decode steps with its cache give "
-                "other logits than its forward pass: take another architecture"
+                f"{type(policy.model).__name__} cannot be sampled: decode steps with its cache "
+                "give other logits than its forward pass: take another architecture"
             )
     return why_padded
 

@@ -1,19 +1,22 @@
 """The decode loop with continuous batching: waiting rows take the places of rows that have ended.
 
-A row is one completion. It waits until it may start, is then decoded in one batch with other rows,
-and ends at an EOS token, at a stop string or after T tokens. With tools it pauses at the end of
-each turn, and comes back with the tokens of the tool's answer. One pass of the loop
-(:func:`decode`) is::
+A row is one completion. It waits until it may start. It is then active: decoded in one batch with
+other rows, one token at a time, until it ends at an EOS token, at a stop string or after T tokens.
+With tools a completion has several turns: a row that has ended a turn is paused until the tool has
+answered, and then active again. Active and paused rows are in flight. One pass of the loop
+(:func:`decode`) has these phases::
 
-    come back    paused rows join the batch with their answers, once half of all rows have paused
-    start        waiting rows join the batch, as many as fit into memory
-    draw         one token for each row of the batch, from the row's logits and its random number
+    come back    paused rows join the batch, with the tokens of their answers, if they are at least
+                 half of the rows in flight
+    start        waiting rows join the batch, as many as fit into memory beside those in flight
+    draw         one token for each row of the batch, from the row's logits and a random number
     end          rows end, or pause
-    take out     ended rows leave the batch: some passes later, many at once
-    step         the model computes the drawn tokens, which gives the logits of the next ones
+    take out     the batch drops the rows that have ended: not in each pass, but many at once
+    step         the model computes the drawn tokens, which gives the logits of the next tokens
 
-Which rows share a batch, and with it every bit of the result, depends on the tokens alone and not
-on how long a tool takes: the loop waits for all answers before any row comes back.
+Which rows share a batch depends on the tokens alone, and not on how long a tool takes: the loop
+waits for all answers before any row comes back. So rounding, which changes with the batch, is the
+same in every run.
 
 R   rows, over all of the rollout         T   most tokens of a completion
 B   rows of the batch                     V   vocabulary
@@ -39,10 +42,11 @@ from grpo.rollout.prefill import Decoder, Prompts
 from grpo.rollout.stops import Stops
 
 Prefill = Callable[[Prompts, int], tuple[Decoder, Tensor]]
-"""A function of prompts and capacity: :func:`grpo.rollout.prefill.prefill` of a policy.
+"""A function that computes the prompts of rows: :func:`grpo.rollout.prefill.prefill` of a policy.
 
-It returns a decoder, which has the KV cache of the rows, and the logits ``[B, V]`` of their first
-tokens."""
+Its arguments are the prompts, and the most tokens of a completion in the KV cache. It returns a
+decoder, which holds the KV cache and computes further tokens, and the logits ``[B, V]`` of each
+row's first token."""
 
 
 @dataclass(eq=False)
@@ -59,7 +63,7 @@ class Row:
     turn_start: int = 0
     """Index of the first token of the turn."""
     finished: bool = False
-    """True if the last turn ended by itself, False if it was cut after T tokens."""
+    """True if the last turn ended at an EOS token or stop string, False if it was cut."""
     answer: Future[Sequence[int] | None] | None = None
     """The answer to the last turn."""
 
@@ -100,12 +104,15 @@ class _Batch:
         self.logits_BV = logits_BV
         """Logits of the next token of each row."""
         self.next_index = [len(row.tokens) for row in rows]
-        """Index of the next token of each row. It goes on after a row has ended."""
+        """Index of the next token of each row. It also advances in rows that have ended."""
         self.active = list(range(len(rows)))
         """Places of the rows that have not ended."""
 
     def joined(self, new: _Batch) -> _Batch:
-        """Return a batch of the active rows of this one, and of the rows of another."""
+        """Return a batch of the active rows of this one, and of the rows of a new one.
+
+        Neither may be used afterwards.
+        """
         if not new.rows:
             return self
         if not self.active:
@@ -120,11 +127,11 @@ class _Batch:
         uniforms_RT: Tensor | None,
         sampling: SamplingParams,
     ) -> Tensor:
-        """Draw a token for every row, and append it to the active ones. Returns ``[B]``."""
+        """Draw a token for every row, and append those of active rows. Returns all, ``[B]``."""
         u_B = None
         if uniforms_RT is not None:
-            # The number of a token depends on row and index alone, not on place or pass. So the
-            # token depends neither on the other rows nor on when its row started.
+            # The random number of a token is fixed by its row and its index. So the token depends
+            # neither on the other rows of the batch nor on when its row started.
             numbers = [row.number for row in self.rows]
             u_B = uniforms_RT[numbers, self.next_index]
         token_B, logprob_B = draw_tokens(self.logits_BV, u_B, sampling)
@@ -141,15 +148,15 @@ class _Batch:
         return token_B
 
     def end_rows(self, stops: Stops, T: int) -> list[int]:
-        """Take rows from the active ones if their turn has ended or they have T tokens.
+        """Make rows inactive if their turn has ended, or if they have T tokens.
 
-        Returns the places of those whose turn has ended.
+        Returns the places of the rows whose turn has ended, which may go on after an answer.
         """
         active = []
         finished = []
         for b in self.active:
             row = self.rows[b]
-            # A stop string begins in this turn: tokens of an answer do not count.
+            # Not before the turn: a stop string in an answer ends nothing.
             first = max(row.turn_start, len(row.tokens) - stops.search_length)
             last_tokens = row.tokens[first:]
             row.finished = stops.has_ended(last_tokens)
@@ -161,7 +168,7 @@ class _Batch:
         return finished
 
     def keep_active(self) -> list[int]:
-        """Take ended rows out. Returns the places that the others had."""
+        """Drop the rows that are not active. Returns the places that the others had."""
         places = self.active
         self.decoder.keep_rows(places)
         self.rows = [self.rows[b] for b in places]
@@ -171,7 +178,7 @@ class _Batch:
 
 
 def _prefilled(rows: list[Row], prefill: Prefill, capacity: int) -> _Batch:
-    """Return a batch of these rows, with their prompts and the tokens they have computed."""
+    """Compute all tokens that these rows have, and return a batch of the rows."""
     prefixes = [(*row.prompt, *row.tokens) for row in rows]
     decoder, logits_BV = prefill(prefixes, capacity)
     return _Batch(rows, decoder, logits_BV)
@@ -195,7 +202,7 @@ class _PausedRows:
     ) -> None:
         """Take over the rows at these places in the batch, and ask for their answers."""
         if rows_can_join:
-            # The batch may drop its keys and values of these rows at any time.
+            # A copy of their keys and values, since the batch is going to drop its own.
             part = batch.decoder.split(places)
             if self.decoder is None:
                 self.decoder = part
@@ -239,10 +246,9 @@ def num_admissible(
 ) -> int:
     """The number of waiting rows that may start beside those in flight.
 
-    A row takes ``longest prompt + capacity`` tokens of KV cache, and all rows together at most
-    ``tokens_in_flight``. Only whole groups start, since their rows share the prompt's keys and
-    values. If nothing is in flight and not even one group fits, a part of the group starts, and at
-    least one row.
+    A row takes ``longest prompt + capacity`` tokens of KV cache, and all rows together take at most
+    ``tokens_in_flight``. Groups are neighbouring rows with equal prompts. Only whole groups start,
+    so that each prompt is computed once.
     """
     if sampling.tokens_in_flight is None:
         return len(waiting)
@@ -251,11 +257,15 @@ def num_admissible(
     for prompt, group in groupby(waiting):
         # One long prompt makes every row count more: prompts are padded to the longest.
         longest = max(longest, len(prompt))
-        most_rows = sampling.tokens_in_flight // (longest + capacity)
-        room = most_rows - len(in_flight) - count
+        max_rows = sampling.tokens_in_flight // (longest + capacity)
+        room = max_rows - len(in_flight) - count
         size = len(list(group))
         if size > room:
-            return count if in_flight or count else max(room, 1)
+            if in_flight or count:
+                return count
+            # A group too large for the memory starts in parts, of at least one row: otherwise no
+            # row would ever start.
+            return max(room, 1)
         count += size
     return count
 
@@ -279,17 +289,19 @@ def decode(
             None: greedy decoding.
         sampling: ``max_completion_length`` is T.
         on_tokens: called with the number of tokens drawn since its last call.
-        replies: answers each turn. None: a completion is one turn.
+        replies: called with a row's number and the tokens of its turn. Returns a future of the
+            answer's tokens, or of None if the completion ends with this turn. Without ``replies``
+            each completion is one turn.
     """
     T = sampling.max_completion_length
     stops = Stops(policy, sampling.stop)
-    # Models that cannot be packed have a KV cache that rows cannot join. Their rows start, or come
-    # back, when all others have ended.
+    # Models that cannot be packed have a KV cache that rows cannot join. Their rows start and come
+    # back only when no row is active.
     rows_can_join = packing_enabled(policy.model)
     capacity = T
     if rows_can_join and num_admissible(prompts, [], sampling, T) < len(prompts):
-        # Rows that join later start at a later index of the cache, which is compacted when it is
-        # full. With a margin this happens less often.
+        # Rows that join later start at a later index of the cache. When the cache is full, it is
+        # copied to free the indices at its beginning; with a margin this happens less often.
         capacity += T // 8 + 1
 
     rows = [Row(number, prompt) for number, prompt in enumerate(prompts)]
@@ -297,8 +309,8 @@ def decode(
     batch = _Batch([])
     paused = _PausedRows()
     while True:
-        # Come back, when half of the rows in flight have paused. Earlier, the loop would wait for
-        # tools more often; later, it would decode smaller batches.
+        # Come back. With fewer than half of the rows in flight, the loop would wait for tools more
+        # often; with more, it would decode smaller batches.
         half_have_paused = len(paused.rows) >= max(len(batch.active), 1)
         if half_have_paused and (rows_can_join or not batch.active):
             batch = batch.joined(paused.come_back(prefill, capacity))
@@ -313,12 +325,13 @@ def decode(
             if count:
                 new_rows = rows[num_started : num_started + count]
                 num_started += count
-                # The new batch has no name, which would keep a second copy of its KV cache.
+                # The new batch gets no name, which would keep its KV cache in memory after it was
+                # copied into the other.
                 batch = batch.joined(_prefilled(new_rows, prefill, capacity))
         if not batch.active:
             return rows
 
-        # Draw, and end. A row's last token is drawn but never computed, since no token follows.
+        # Draw, and end. A row's last token is drawn and never computed, since no token follows it.
         token_B = batch.draw(uniforms_RT, sampling)
         if on_tokens:
             on_tokens(len(batch.active))
@@ -328,9 +341,10 @@ def decode(
         if not batch.active:
             continue
 
-        # Take out. This copies the KV cache, so the loop waits until there are enough ended rows,
-        # and computes a few of them for a while. But a row at index T must go: it has no further
-        # random number, and its next position may exceed the context.
+        # Take out. This copies the KV cache, so ended rows are computed with the others until there
+        # are enough of them. Two things cannot wait: a full cache, to which no token can be added
+        # before it is copied; and a row at index T, which has no further random number and whose
+        # next position may exceed the context.
         num_ended = len(batch.rows) - len(batch.active)
         enough = int(len(batch.rows) * batch.decoder.min_ended_fraction)
         must_take_out = batch.decoder.is_full or max(batch.next_index) == T

@@ -79,10 +79,7 @@ def draw_tokens(
     # log p_v = log weight_v - log sum_w weight_w. The sum is over all tokens, also those that the
     # filters took out: the policy whose gradient is computed has no filters.
     if filtered_RV is not weights_RV:
-        total_R = weights_RV.sum(
-            dim=-1,
-            dtype=torch.float64,
-        )
+        total_R = weights_RV.sum(dim=-1, dtype=torch.float64)
     logit_R = logits_RV.gather(1, token_R[:, None]).squeeze(1)
     logprob_R = logit_R - total_R.log()
     return token_R, logprob_R.float()

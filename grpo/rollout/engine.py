@@ -141,7 +141,6 @@ class BuiltinEngine:
             return
 
         policy = self.policy
-        is_llama = self.fast_decode and policy.is_llama
         copied = nullcontext()
         if self.gathered:
             copied = self.gathered.filled(policy.precision, fast_decode=self.fast_decode)
@@ -150,7 +149,9 @@ class BuiltinEngine:
         try:
             with copied:
                 # Made here, where the layers have their copies.
-                llama_decoder = LlamaDecoder(policy.backbone) if is_llama else None
+                llama_decoder = None
+                if self.fast_decode and policy.is_llama:
+                    llama_decoder = LlamaDecoder(policy.backbone)
                 self._prefill = partial(prefill, policy, llama_decoder, graphs=self.graphs)
                 yield
         finally:

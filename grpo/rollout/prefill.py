@@ -120,12 +120,7 @@ class ForkedCacheDecoder(ForkedCache):
         ids_RN, padding_R = _pad_left(tokens, self.start_R.device)
         num_new_R = ids_RN.shape[1] - padding_R
         positions_RN = self.begin_tokens(num_new_R)
-        hidden_RNH = forked_hidden(
-            self.backbone,
-            ids_RN,
-            positions_RN,
-            self,
-        )
+        hidden_RNH = forked_hidden(self.backbone, ids_RN, positions_RN, self)
         return self.head(hidden_RNH[:, -1])
 
 
@@ -160,15 +155,15 @@ class DynamicCacheDecoder:
 
     def _forward(self, ids_RN: Tensor) -> Tensor:
         """Append tokens to every row. Returns logits ``[R, V]`` of the next."""
-        start = self.length
-        self.length += ids_RN.shape[1]
+        N = ids_RN.shape[1]
+        self.length += N
         # A token's position is its index behind the padding, as if the row were alone.
         index_K = torch.arange(self.length, device=ids_RN.device)
         position_RK = index_K - self.padding_R[:, None]
         out = self.model(
             input_ids=ids_RN,
             attention_mask=position_RK >= 0,
-            position_ids=position_RK[:, start:].clamp(min=0),
+            position_ids=position_RK[:, -N:].clamp(min=0),
             past_key_values=self.cache,
             use_cache=True,
             logits_to_keep=1,
@@ -185,10 +180,6 @@ def _pad_left(
 ) -> tuple[Tensor, Tensor]:
     """Token ids ``[R, N]``, and the number of padding tokens before each row, ``[R]``."""
     rows = [torch.tensor(sequence) for sequence in sequences]
-    ids_RN = pad_sequence(
-        rows,
-        batch_first=True,
-        padding_side="left",
-    )
+    ids_RN = pad_sequence(rows, batch_first=True, padding_side="left")
     padding = [ids_RN.shape[1] - len(row) for row in rows]
     return ids_RN.to(device), torch.tensor(padding, device=device)

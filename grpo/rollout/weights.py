@@ -12,12 +12,11 @@ reads fastest.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from grpo.distributed import gathered
@@ -36,7 +35,8 @@ class FusedLinear:
         self.layers = layers
         self.sizes = [layer.out_features for layer in layers]
 
-        self.weight = torch.cat([effective_weight(layer).to(dtype) for layer in layers])
+        weights = [effective_weight(layer).to(dtype) for layer in layers]
+        self.weight = torch.cat(weights)
         if _can_reorder(self.weight):
             self.weight = _mkldnn._reorder_linear_weight(self.weight, None)
         biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
@@ -57,7 +57,7 @@ class FusedLinear:
                 [],
                 "",
             )
-        return F.linear(x, self.weight, self.bias)
+        return nn.functional.linear(x, self.weight, self.bias)
 
     def output_of(self, number: int, x: Tensor) -> Tensor:
         """The output of one layer. The first call with a tensor computes all outputs."""
@@ -92,7 +92,7 @@ Copies = dict[nn.Linear, FusedLinear]
 """The copy of each layer's weight. Layers with the same input are in one fused copy."""
 
 
-@contextlib.contextmanager
+@contextmanager
 def _copies_in(model: nn.Module, copies: Copies) -> Iterator[None]:
     """Inside the block, these layers of the model compute from their copies."""
     layers = {name: module for name, module in model.named_modules() if module in copies}
@@ -105,7 +105,7 @@ def _copies_in(model: nn.Module, copies: Copies) -> Iterator[None]:
             model.set_submodule(name, layer)
 
 
-def copied_weights(model: nn.Module, precision: str) -> contextlib.AbstractContextManager[None]:
+def copied_weights(model: nn.Module, precision: str) -> AbstractContextManager[None]:
     """Inside the block, linear layers compute from copies of their weights, which must not change
     meanwhile."""
     modules = list(model.modules())
@@ -167,8 +167,13 @@ class GatheredWeights:
         for module in self.sources:
             self.meta_parameters[module] = dict(module._parameters)
 
-    @contextlib.contextmanager
-    def filled(self, precision: str, *, fast_decode: bool) -> Iterator[None]:
+    @contextmanager
+    def filled(
+        self,
+        precision: str,
+        *,
+        fast_decode: bool,
+    ) -> Iterator[None]:
         """Inside the block the rollout model has the weights of this moment.
 
         All ranks enter the block together.
