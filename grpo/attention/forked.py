@@ -64,9 +64,9 @@ class ForkedCache:
         device: torch.device | str = "cpu",
     ):
         self.prompt_ids = list(prompts)
-        """Token ids, by which :meth:`add_rows` finds the prompts that both caches have."""
+        """Token ids of the prompts, by which :meth:`add_rows` finds those that both caches have."""
         self.capacity = capacity
-        """Most tokens of a completion."""
+        """Size of the buffers: at least the most tokens of a completion."""
         self.length = 0
         """Indices of the buffers in use, with that of the token that is being computed."""
         lengths = [len(prompt) for prompt in prompts]
@@ -80,7 +80,7 @@ class ForkedCache:
         most of what happens when rows leave and join.
         """
         self.dtype = torch.float32
-        """Dtype of keys, values and their products: autocast has nothing to cast at a token."""
+        """Dtype in which keys and values are stored and multiplied: no cast at every token."""
         self.use_cpu_kernel = torch.device(device).type == "cpu"
 
     def store_prompts(
@@ -130,20 +130,20 @@ class ForkedCache:
         self.start_R = start_R - first
         self.length = end - first
 
-        def kept(buffer: Tensor) -> Tensor:
-            kept_buffer = buffer.new_empty(len(rows), *buffer.shape[1:])
-            kept_buffer[:, :, : self.length] = buffer[rows, :, first:end]
-            return kept_buffer
+        def select(buffer: Tensor) -> Tensor:
+            selected = buffer.new_empty(len(rows), *buffer.shape[1:])
+            selected[:, :, : self.length] = buffer[rows, :, first:end]
+            return selected
 
-        _replace(self.completion_kv, kept)
+        _replace(self.completion_kv, select)
 
-        # Keys and values of prompts are copied only if a prompt goes, which most calls do not need.
+        # In most calls every prompt still has a row, and no keys and values of prompts are copied.
         prompt_R = self.prompt_R[rows]
-        kept_U, self.prompt_R = prompt_R.unique(return_inverse=True)
-        if len(kept_U) < len(self.prompt_ids):
-            self.prompt_ids = [self.prompt_ids[u] for u in kept_U.tolist()]
-            self.prompt_lengths_U = self.prompt_lengths_U[kept_U]
-            _replace(self.prompt_kv, lambda x_UKPD: x_UKPD[kept_U])
+        used_U, self.prompt_R = prompt_R.unique(return_inverse=True)
+        if len(used_U) < len(self.prompt_ids):
+            self.prompt_ids = [self.prompt_ids[u] for u in used_U.tolist()]
+            self.prompt_lengths_U = self.prompt_lengths_U[used_U]
+            _replace(self.prompt_kv, lambda x_UKPD: x_UKPD[used_U])
         self._update_layout()
 
     def split(self, rows: Sequence[int]) -> ForkedCache:
@@ -187,7 +187,8 @@ class ForkedCache:
             R = len(buffer)
             num_rows = R + len(other_buffer)
             joined = buffer.new_empty(num_rows, *buffer.shape[1:])
-            # A masked value is multiplied by 0, which gives NaN where memory holds NaN.
+            # Values before a row's start are masked, so multiplied by 0. But new memory may hold
+            # NaN, and 0 * NaN is NaN.
             joined[:R, :, :shift] = 0
             joined[R:, :, :other_shift] = 0
             joined[:R, :, shift:length] = buffer[:, :, : self.length]
@@ -380,13 +381,13 @@ class ForkedCache:
     def _update_layout(self) -> None:
         """Compute what changes with the rows alone, and not at every token.
 
-        That are positions, masks, and a grid of U prompts times J rows each. Attention to the
+        These are positions, masks, and a grid of U prompts times J rows each. Attention to the
         prompts is computed in this grid, in which row r has cell ``cell_R[r]``. None: cell r.
         """
         device = self.prompt_R.device
         U = len(self.prompt_ids)
         # Each row's number among the rows of its prompt, which need not be neighbours: groups with
-        # equal prompts share one, and answered turns come back in another order.
+        # equal prompts share a prompt here, and paused rows come back behind all others.
         is_same_RR = self.prompt_R[:, None] == self.prompt_R
         is_earlier_RR = is_same_RR.tril(-1)
         number_R = is_earlier_RR.sum(dim=1)
@@ -395,7 +396,7 @@ class ForkedCache:
         self.cell_R = self.prompt_R * J + number_R
         all_cells = torch.arange(U * J, device=device)
         if torch.equal(self.cell_R, all_cells):
-            self.cell_R = None  # no token has to be moved to its cell
+            self.cell_R = None  # the rows are in the order of the grid
 
         k_UKPD, _ = next(iter(self.prompt_kv.values()))
         index_P = torch.arange(k_UKPD.shape[2], device=device)

@@ -130,7 +130,8 @@ class FixedWidthCache(ForkedCache):
         self.last_1 = self.start_R.new_tensor([cache.length])
         self.index_C = torch.arange(width, device=self.start_R.device)
         self.length = width
-        # A masked value is multiplied by 0, which gives NaN where unwritten memory holds NaN.
+        # Values at later indices are masked, so multiplied by 0. But unwritten memory may hold NaN,
+        # and 0 * NaN is NaN.
         for buffers in self.completion_kv.values():
             for buffer in buffers:
                 buffer[:, :, cache.length : width] = 0
