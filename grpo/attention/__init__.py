@@ -14,11 +14,11 @@ from grpo.attention.packed import (
 __all__ = [
     "ForkedCache",
     "enable_packing",
-    "round_up_to_bucket",
     "forked_hidden",
     "pack",
     "pack_prompts",
     "packed_hidden",
     "packing_enabled",
+    "round_up_to_bucket",
     "window_of",
 ]

@@ -1,8 +1,8 @@
 """The built-in engine: samples with the policy's own model, in the training process.
 
-Each prompt is prefilled once and its KV cache forked for its G completions. The uniform numbers
-that draw a completion's tokens follow from its own seed, so that it depends neither on the other
-rows nor on the number of ranks.
+Each prompt is prefilled once, and its KV cache is forked for its G completions. The uniform numbers
+that draw a completion's tokens follow from the completion's seed, so that the completion depends
+neither on the other rows nor on the number of ranks.
 
 Shapes: ``R`` rows (completions) that are decoded together, ``T`` most tokens of a completion, ``V``
 vocabulary.
@@ -78,8 +78,8 @@ class BuiltinEngine:
 
         ValueError if the model computes NaN.
         """
-        # All random numbers are drawn ahead, and each row's by a generator of its own: a completion
-        # depends neither on the rows beside it nor on the rank that samples it.
+        # Each row has a generator and draws all its numbers ahead, also those behind its end: so no
+        # row changes the numbers of another.
         prompts = []
         uniforms = []
         for problem in problems:
@@ -114,8 +114,8 @@ class BuiltinEngine:
     def dry_run(self, prompts: Prompts, sampling: SamplingParams) -> None:
         """Allocate the most memory that decoding takes.
 
-        That is a prefill, a decode step, and a copy of the KV cache, which has room for all tokens
-        from the start, unless it is transformers' own.
+        That is a prefill, a decode step, and a copy of the KV cache. The cache has room for all
+        tokens from the start, unless it is transformers' cache.
         """
         # Any token and any random number will do: only the sizes count.
         zeros_R = torch.zeros(len(prompts), device=self.policy.device)

@@ -15,14 +15,14 @@ from grpo.rollout.draw import SamplingParams
 from grpo.rollout.stops import Stops
 
 Replies = Callable[[int, Sequence[int]], "Future[Sequence[int] | None]"]
-"""A function that answers a turn, of the number of the row and the tokens of the turn.
+"""A function that answers a turn. Its arguments are the row's number and the tokens of the turn.
 
-Completion g of problem p is row ``p * num_generations + g``. The result is the tokens that follow,
-after which the completion has room for one token more, or None if it ends with this turn.
+Completion g of problem p is row ``p * num_generations + g``. The result is the tokens of the
+answer, which leave room for at least one more token, or None: the completion ends with this turn.
 """
 
 ROWS_PER_CALL = 256
-"""Completions of one call in an evaluation, for most engines."""
+"""Most completions of one call in an evaluation, in most engines."""
 
 
 class Engine(Protocol):
@@ -59,11 +59,11 @@ class Engine(Protocol):
                 and weights determine the completion.
             on_tokens: called with the number of tokens drawn since the last call, for progress
                 bars.
-            replies: answers each turn of a completion; None: a completion is one turn.
+            replies: answers each turn of a completion. None: a completion is one turn.
         """
 
     def dry_run(self, prompts: Sequence[tuple[int, ...]], sampling: SamplingParams) -> None:
-        """Allocate the most memory of this process that sampling one completion per prompt takes.
+        """Allocate as much memory as sampling one completion per prompt takes at most.
 
         An engine that samples in other processes does nothing.
         """
@@ -82,11 +82,13 @@ def engine_with_weights(
 
     With ``seconds``, the time to copy or gather the weights is added to that of the rollout.
     """
+    timed = world.timed("rollout", seconds) if seconds is not None else nullcontext()
+    # An engine with collectives raises on all ranks by itself. Another may fail on one rank alone,
+    # for which the other ranks would wait in their next collective.
+    together = nullcontext() if engine.communicates else world.fail_together()
     with ExitStack() as stack:
-        # An engine with collectives raises on all ranks by itself. Another may fail on one rank,
-        # and the others would wait for that rank in their next collective.
-        timed = world.timed("rollout", seconds) if seconds is not None else nullcontext()
-        with timed, nullcontext() if engine.communicates else world.fail_together():
+        # Only the beginning of the block is timed and watched, so its end is left to the stack.
+        with timed, together:
             stack.enter_context(engine.weights())
         yield
 
@@ -96,7 +98,7 @@ def grouped(
     completions: Sequence[Completion],
     stops: Stops,
 ) -> list[Group]:
-    """The groups of equally many completions per problem, which get their texts."""
+    """Return the groups of the problems, which have equally many completions, with texts."""
     G = len(completions) // max(len(problems), 1)
     with_texts = [replace(c, text=stops.text(c.ids)) for c in completions]
     groups = []
