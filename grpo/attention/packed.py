@@ -45,7 +45,11 @@ def packed_attention(
     packed: PackedLayout,
     scaling: float | None,
 ) -> Tensor:
-    """Attention over a packed row; ``[1, N, H, D]``."""
+    """Attention over a packed row; ``[1, N, H, D]``.
+
+    For token n, over the tokens s that it attends to (:mod:`grpo.attention.layout`),
+    ``out_n = sum_s w_s v_s`` with the weights ``w = softmax_s(scaling * (q_n . k_s))``.
+    """
     H = q_1HND.shape[1]
     K = k_1KND.shape[1]
     g = H // K
@@ -64,7 +68,7 @@ def packed_attention(
         v_UKPD, *v_tiles = pad_tiles(v_1KND)
         prompts, *completions = packed.tiles
 
-        # The padding lies to the right of the tokens, where causal attention does not look.
+        # Prompts are padded on the right, and causal attention looks to the left: no mask is needed.
         out_UHPD = F.scaled_dot_product_attention(
             q_UHPD,
             repeat_heads(k_UKPD, H),
@@ -86,8 +90,8 @@ def packed_attention(
             # The keys of each completion's prompt, then those of the completion.
             k_RKSD = torch.cat([k_UKPD[tile.prompt_R], k_RKCD], dim=2)
             v_RKSD = torch.cat([v_UKPD[tile.prompt_R], v_RKCD], dim=2)
-            # The g query heads of a key head become g times as many queries of it, so that keys
-            # and values are not repeated.
+            # The g query heads of a key head become g times as many queries of it, so that keys and
+            # values are not repeated for each query head.
             q_RKjD = q_RHCD.reshape(R, K, g * C, -1)
             out_RKjD = F.scaled_dot_product_attention(
                 q_RKjD,
@@ -99,7 +103,7 @@ def packed_attention(
             out_RHCD = out_RKjD.reshape(R, H, C, -1)
             outs.append(tile.unpad(out_RHCD))
 
-        # No token attends to the padding at the end of the row, but the layers behind attention
+        # No token attends to the padding at the end of the row, but the layers after attention
         # expect N tokens.
         num_padding = packed.sizes[-1]
         padding = outs[0].new_zeros(num_padding, *outs[0].shape[1:])
