@@ -68,7 +68,7 @@ def packed_attention(
         v_UKPD, *v_tiles = pad_tiles(v_1KND)
         prompts, *completions = packed.tiles
 
-        # Prompts are padded on the right, and causal attention looks to the left: no mask is needed.
+        # Prompts are padded on the right, where causal attention does not look: no mask is needed.
         out_UHPD = F.scaled_dot_product_attention(
             q_UHPD,
             repeat_heads(k_UKPD, H),

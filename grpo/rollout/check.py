@@ -37,15 +37,16 @@ def check_model(
     """Compare log-probs of a few short rows, computed in all ways, and switch on the fast ways that
     are right.
 
-    Before it, scoring and sampling compute in the slow ways that are right for every model. It sets
-    ``scorer.plain_head``, ``scorer.packed`` and ``policy.is_llama``, and changes no global random
-    number. All ranks call it together, of a sharded model inside of the root's forward pass.
+    Before the check, scoring and sampling compute in the slow ways that are right for every model.
+    The check sets ``scorer.plain_head``, ``scorer.packed`` and ``policy.is_llama``, and changes no
+    global random number. All ranks call it together; if the model is sharded, inside of the root's
+    forward pass.
 
     Args:
         disable_dropout: switch all randomness off, which packed rows and the written-out decode
             step need, and check that training mode then computes what evaluation mode computed.
-        reach: the most tokens of a row. If they exceed a window of the model's attention, a prompt
-            has the window's length.
+        reach: most tokens of a row in the run. If this exceeds a window of the model's attention, a
+            prompt of the check has the window's length.
 
     Returns:
         The reason why each prompt is scored once per completion. None: it is scored once per group.
