@@ -16,9 +16,8 @@ All completions of a group share the hidden states of their prompt, as in Prefix
     b     . . . x x . . . x . . .
     ...
 
-Completions are sorted by length into *tiles*, here ``a`` with ``b``, and ``d``. The tokens of a
-tile are neighbours in the row, and their attention is one kernel call, for which they are padded to
-the longest row of the tile.
+Completions are sorted by length, the longest first, and cut into *tiles* of similar length. The
+attention of a tile is one kernel call, for which its completions are padded to the longest of them.
 
 B   rows of the micro-batch               U   prompts, one per group
 S   their padded length                   P   tokens of the longest prompt
