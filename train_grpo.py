@@ -55,7 +55,7 @@ def train(run: Run) -> None:
     learner = run.learner
     world = run.world
     for step in remaining_steps(run):
-        problems = run.tasks.problems.at(step.number)  # those of this rank
+        problems = run.tasks.schedule.problems_of_step(step.number)  # those of this rank
         with run.sampler.current_weights(step.seconds):
             rollout = sample_and_score(run, step, problems)
             if algorithm.dynamic_sampling:

@@ -166,7 +166,7 @@ def exact(bench: Bench) -> dict:
     for precision, limit in (("fp32", 1e-3), ("bf16", 0.6)):
         policy.precision = precision
         for side in ("padded", "packed"):
-            scorer.packed = side == "packed"
+            scorer.is_packed = side == "packed"
             with policy.autocast():
                 logprobs_BT, _ = scorer(*batch.scorer_inputs)
             weighted_B = logprobs_BT.sum(dim=1) * batch.advantages_B

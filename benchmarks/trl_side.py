@@ -140,7 +140,7 @@ def main() -> None:
         load_rows(data, train=True, seed=config.seed), data, tokenizer
     ).problems
     schedule = Schedule(problems, prompts_per_step=r.prompts_per_step, seed=config.seed)
-    order = [problem for step in range(o.max_steps) for problem in schedule.at(step)]
+    order = [problem for step in range(o.max_steps) for problem in schedule.problems_of_step(step)]
     rows = []
     for problem in order:
         prompt = problem.reward_prompt

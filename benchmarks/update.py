@@ -50,7 +50,7 @@ def measure(a) -> dict[str, float]:
     policy = load(a, device)
     scorer = CompletionScorer(policy.model)
     assert check_model(policy, scorer) is None
-    scorer.packed = a.side == "packed"
+    scorer.is_packed = a.side == "packed"
     rng = torch.Generator().manual_seed(0)
     vocabulary = policy.model.config.vocab_size
 
@@ -73,7 +73,7 @@ def measure(a) -> dict[str, float]:
     batch = skip_zero_advantage(batch)
 
     def update() -> None:
-        for micro, _ in microbatches(batch, a.tokens_per_microbatch, packed=scorer.packed):
+        for micro, _ in microbatches(batch, a.tokens_per_microbatch, packed=scorer.is_packed):
             with policy.autocast():
                 logprobs_BT, _ = scorer(*micro.scorer_inputs)
             logprobs_BT.sum().backward()

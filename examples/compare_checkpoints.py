@@ -12,7 +12,7 @@ from grpo import train
 from grpo.commands.evaluation import run
 from grpo.config import make_config
 from grpo.distributed import start_world
-from grpo.evaluation.estimate import mean_of
+from grpo.evaluation.estimate import mean_with_interval
 
 SETTINGS = {
     "output_dir": "runs/compare_checkpoints",
@@ -50,7 +50,7 @@ first, second = run(config, folders, output, start_world(config.runtime))
 differences = []
 for before, after in zip(accuracies(first), accuracies(second), strict=True):
     differences.append([after - before])
-difference = mean_of(differences)
+difference = mean_with_interval(differences)
 print(
     f"difference of the accuracies: {difference.value:+.3f}, "
     f"95% interval {difference.low:+.3f} to {difference.high:+.3f}"

@@ -20,7 +20,7 @@ from typing import Any
 
 from grpo.config import Config, ConfigError, keys_of, make_config, unknown_key
 from grpo.config.aliases import OTHER_NAMES
-from grpo.rewards.functions import BUILTIN, OBJECT_PREFIX
+from grpo.rewards.functions import BUILTIN_REWARDS, OBJECT_PREFIX
 from grpo.run.user_objects import UserObjects
 
 PAGE = Path(__file__).resolve().parents[1] / "train_grpo.py"
@@ -170,7 +170,7 @@ def train(
                 raise SystemExit(code)
             # One rank reads, so that all ranks return the same result.
             result = TrainingResult.load(checked.output_dir) if world.is_main else None
-            return world.from_main(result)
+            return world.broadcast_from_main(result)
         finally:
             world.shutdown()
 
@@ -212,7 +212,7 @@ def _read_arguments(
         turns: tools and an environment, by the key of the configuration.
         tables: rows or the name of a dataset, by the key of the section ``data``.
     """
-    from grpo.data import PYTHON_ROWS, rows_of
+    from grpo.data import PYTHON_ROWS, rows_from_table
 
     # The value of each key that an argument replaces.
     values = {}
@@ -240,9 +240,9 @@ def _read_arguments(
     train_rows = None
     eval_rows = None
     if values.get("data.dataset") == PYTHON_ROWS:
-        train_rows = rows_of(tables["dataset"], "dataset", data.max_train_samples)
+        train_rows = rows_from_table(tables["dataset"], "dataset", data.max_train_samples)
     if values.get("data.eval_dataset") == PYTHON_ROWS:
-        eval_rows = rows_of(tables["eval_dataset"], "eval_dataset", data.max_eval_samples)
+        eval_rows = rows_from_table(tables["eval_dataset"], "eval_dataset", data.max_eval_samples)
 
     # The code of objects is not compared with that of earlier steps. So the run in a folder that
     # the caller did not name may have had other rewards, and is not continued.
@@ -343,7 +343,7 @@ def importable_name(function: Any) -> str | None:
     # A closure, a lambda or a decorated function is not what its module has under that name.
     if vars(loaded).get(name) is not function:
         return None
-    if BUILTIN.get(name) == module:
+    if BUILTIN_REWARDS.get(name) == module:
         return name
     return f"{module}:{name}"
 

@@ -33,7 +33,7 @@ GDPO_ROUNDING_ERROR = 1e-5
 # |value| / std. 1e-5 allows for values that are 100 times as large as their spread.
 
 
-def values_compared(
+def values_to_compare(
     values_PGF: Tensor,
     weights: Sequence[float],
     multi_objective_aggregation: MultiObjectiveAggregation,

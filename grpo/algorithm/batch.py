@@ -67,7 +67,7 @@ class Completion:
     sampling_logprobs: tuple[float, ...] = ()
     """Log-probability of each token at the sampling temperature, in nats, as computed while
     sampling. Empty after greedy decoding."""
-    logged: dict[str, Any] = field(default_factory=dict)
+    logged_columns: dict[str, Any] = field(default_factory=dict)
     """Values that rewards gave to ``log_extra`` for this completion, by the name of the column."""
     loss_mask: tuple[bool, ...] = ()
     """True at each token that the model sampled, False at those of a tool or environment. Default:
@@ -81,7 +81,7 @@ class Completion:
         return tuple(compress(self.ids, self.loss_mask))
 
     @property
-    def size(self) -> str:
+    def size_text(self) -> str:
         """Number of tokens for a reader, such as ``62 tokens, 14 of them not the model's``."""
         num_tokens = len(self.ids)
         num_not_sampled = num_tokens - len(self.sampled_ids)
@@ -245,7 +245,7 @@ class Batch:
     """Log-probs under the reference model. Default: there is no reference."""
     policy_mask_BT: Tensor | None = None
     """True at the tokens that have a policy term. Default: all that are trained on."""
-    computed_B: Tensor | None = None
+    is_computed_B: Tensor | None = None
     """True at the rows that are scored and trained on. The others have advantage 0 and no
     influence. Default: all rows."""
 
@@ -268,12 +268,12 @@ class Batch:
         )
 
     @property
-    def counted_BT(self) -> Tensor:
-        """True at the tokens that metrics count: all scored ones, or with ``computed_B`` those of
-        rows that have an advantage."""
-        if self.computed_B is None:
+    def is_counted_BT(self) -> Tensor:
+        """True at the tokens that metrics count: all scored ones, or with ``is_computed_B`` those
+        of rows that have an advantage."""
+        if self.is_computed_B is None:
             return self.completion_mask_BT
-        # Not the rows of `computed_B`: each rank may compute one without an advantage, for its
+        # Not the rows of `is_computed_B`: each rank may compute one without an advantage, for its
         # backward pass alone, and the metrics would depend on the number of ranks.
         has_advantage_B1 = self.advantages_B.ne(0)[:, None]
         return self.completion_mask_BT & has_advantage_B1
@@ -373,7 +373,7 @@ def minibatches(batch: Batch, count: int) -> list[Batch]:
 
 
 def skip_zero_advantage(batch: Batch, num_minibatches: int = 1) -> Batch:
-    """Return the batch with ``computed_B``, so that rows of advantage 0 are not computed.
+    """Return the batch with ``is_computed_B``, so that rows of advantage 0 are not computed.
 
     They have no gradient if there is no KL term. They stay in the batch, and in the denominator of
     the loss.
@@ -384,7 +384,7 @@ def skip_zero_advantage(batch: Batch, num_minibatches: int = 1) -> Batch:
         # DDP needs a backward pass of every rank in every update: the shortest row is the cheapest.
         if not is_computed_n.any():
             is_computed_n[lengths_n.argmin()] = True
-    return replace(batch, computed_B=is_computed_Mn.flatten())
+    return replace(batch, is_computed_B=is_computed_Mn.flatten())
 
 
 def microbatches(
@@ -409,7 +409,7 @@ def microbatches(
         yield row_without_gradient(batch), False
     for number, rows in enumerate(parts, 1):
         micro = batch.select(rows)
-        if micro.computed_B is not None:
+        if micro.is_computed_B is not None:
             # A row that is computed for its backward pass alone counts in no statistic of the loss.
             has_advantage_B1 = micro.advantages_B.ne(0)[:, None]
             micro = replace(micro, loss_mask_BT=micro.loss_mask_BT & has_advantage_B1)
@@ -424,8 +424,8 @@ def row_without_gradient(batch: Batch) -> Batch:
         row,
         loss_mask_BT=torch.zeros_like(row.loss_mask_BT),
         advantages_B=torch.zeros_like(row.advantages_B),
-        # With `computed_B`, the advantage of 0 keeps it out of all metrics.
-        computed_B=torch.ones_like(row.group_B, dtype=torch.bool),
+        # With `is_computed_B`, the advantage of 0 keeps it out of all metrics.
+        is_computed_B=torch.ones_like(row.group_B, dtype=torch.bool),
         # It has no place in the batch: its log-probs must not be stored as old ones.
         row_B=row.row_B[:0],
     )
@@ -435,7 +435,7 @@ def microbatch_rows(batch: Batch, max_tokens: int, *, packed: bool = False) -> l
     """Return the row indices of each micro-batch.
 
     Args:
-        batch: the rows to divide; only those of ``computed_B`` are in a micro-batch.
+        batch: the rows to divide; only those of ``is_computed_B`` are in a micro-batch.
         max_tokens: most tokens that one forward pass computes. A longer row is a micro-batch of its
             own.
         packed: each prompt is computed once per group, and there is no padding. Otherwise a prompt
@@ -445,8 +445,8 @@ def microbatch_rows(batch: Batch, max_tokens: int, *, packed: bool = False) -> l
     lengths = batch.lengths_B.tolist()
     groups = batch.group_B.tolist()
     rows = range(len(batch))
-    if batch.computed_B is not None:
-        rows = batch.computed_B.nonzero().flatten().tolist()
+    if batch.is_computed_B is not None:
+        rows = batch.is_computed_B.nonzero().flatten().tolist()
     if not packed:
         # Rows of similar length need little padding. Packed rows stay in order instead, so that
         # those of a group get into the same micro-batch, which computes their prompt once.

@@ -74,15 +74,15 @@ class CompletionScorer(nn.Module):
         self.temperature = temperature
         # Off, every model is scored right. grpo.rollout.check_model switches both on for models of
         # which the log-probs stay the same.
-        self.plain_head = False
+        self.has_plain_head = False
         """True if the logits are the head's product with the last hidden state, and nothing else.
 
         The head is then computed in chunks."""
-        self.packed = False
+        self.is_packed = False
         """True if each prompt is computed once per group instead of once per completion."""
 
-    def find_plain_head(self, ids_BS: Tensor) -> None:
-        """Set ``plain_head`` by a forward pass over the token ids ``[B, S]``.
+    def detect_plain_head(self, ids_BS: Tensor) -> None:
+        """Set ``has_plain_head`` by a forward pass over the token ids ``[B, S]``.
 
         It stays False for models that scale or cap their logits (Gemma 2, Cohere, Granite), that
         have no separate backbone, or whose head computes another product than ``nn.Linear``.
@@ -116,7 +116,7 @@ class CompletionScorer(nn.Module):
         is_product = torch.allclose(expected_BSV, output_BSV.float(), rtol=1e-3, atol=1e-4)
         # Behind the head: does the model return its output as it is?
         is_returned = torch.equal(logits_BSV.float(), ramp_BSV.float())
-        self.plain_head = is_product and is_returned
+        self.has_plain_head = is_product and is_returned
 
     def forward(
         self,
@@ -149,13 +149,13 @@ class CompletionScorer(nn.Module):
         positions_BT = starts_B[:, None] + torch.arange(T, device=device)
         positions_N = positions_BT[completion_mask_BT]
         labels_N = sequence_ids_BS.flatten()[positions_N]
-        before_N = positions_N - 1
+        predictor_N = positions_N - 1
 
         # Only these N positions meet the head, whose logits are most of the memory: neither prompts
         # nor padding. No attention mask is needed: in a causal model, what follows a token has no
         # influence on it.
         backbone = self.model.base_model
-        if self.packed and group_B is not None:
+        if self.is_packed and group_B is not None:
             lengths_B = completion_lengths(completion_mask_BT)
             packed = pack(
                 sequence_ids_BS,
@@ -164,18 +164,18 @@ class CompletionScorer(nn.Module):
                 group_B.tolist(),
             )
             hidden_MH = packed_hidden(backbone, packed)
-            # `packed.before_M` has all tokens of the completions, those of tools among them.
+            # `packed.predictor_M` has all tokens of the completions, those of tools among them.
             in_completion_BT = completion_mask(completion_mask_BT, lengths_B)
             is_scored_M = completion_mask_BT[in_completion_BT]
-            before_N = packed.before_M[is_scored_M]
-            scored = self._score_hidden(hidden_MH, before_N, labels_N)
-        elif self.plain_head:
+            predictor_N = packed.predictor_M[is_scored_M]
+            scored = self._score_hidden(hidden_MH, predictor_N, labels_N)
+        elif self.has_plain_head:
             hidden_BSH = backbone(input_ids=sequence_ids_BS, use_cache=False).last_hidden_state
             hidden_MH = hidden_BSH.flatten(0, 1)
-            scored = self._score_hidden(hidden_MH, before_N, labels_N)
+            scored = self._score_hidden(hidden_MH, predictor_N, labels_N)
         else:
             logits_BSV = self.model(input_ids=sequence_ids_BS, use_cache=False).logits
-            logits_NV = logits_BSV.flatten(0, 1)[before_N]
+            logits_NV = logits_BSV.flatten(0, 1)[predictor_N]
             scored = score_logits(logits_NV, labels_N, self.temperature)
 
         logprobs_N, entropies_N = scored
@@ -187,18 +187,18 @@ class CompletionScorer(nn.Module):
     def _score_hidden(
         self,
         hidden_MH: Tensor,
-        before_N: Tensor,
+        predictor_N: Tensor,
         labels_N: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies ``[N]`` of labels, from the hidden states that predict them.
 
-        ``before_N`` are indices into ``hidden_MH``.
+        ``predictor_N`` are indices into ``hidden_MH``.
         """
         # Padded to one of few sizes, because each micro-batch has another number of tokens, and the
         # CPU's kernels keep memory for each shape.
-        N = len(before_N)
+        N = len(predictor_N)
         padding = (0, round_up_to_bucket(N) - N)
-        hidden_NH = hidden_MH[F.pad(before_N, padding)]
+        hidden_NH = hidden_MH[F.pad(predictor_N, padding)]
         labels_N = F.pad(labels_N, padding)
 
         # Rounded up, so that a chunk has 32 MiB or more also in bf16. From there on, glibc maps

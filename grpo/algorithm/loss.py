@@ -166,12 +166,12 @@ def policy_loss(
     if epsilon_high is None:
         epsilon_high = epsilon
     if objective == "dppo_tv":
-        change_BT = logprobs_BT.detach().exp() - old_logprobs_BT.exp()
+        ratio_or_probability_change_BT = logprobs_BT.detach().exp() - old_logprobs_BT.exp()
         bounds = (-epsilon, epsilon_high)
     else:
-        change_BT = ratio_BT.detach()
+        ratio_or_probability_change_BT = ratio_BT.detach()
         bounds = (1 - epsilon, 1 + epsilon_high)
-    is_low_BT, is_high_BT = clipped_tokens(objective, change_BT, A_B1, bounds)
+    is_low_BT, is_high_BT = clipped_tokens(objective, ratio_or_probability_change_BT, A_B1, bounds)
     is_clipped_BT = is_low_BT | is_high_BT
 
     # L, the policy term of each token.
@@ -374,7 +374,7 @@ def surrogate_loss(
 
 def clipped_tokens(
     objective: Objective | UserObjective,
-    change_BT: Tensor,
+    ratio_or_probability_change_BT: Tensor,
     A_B1: Tensor,
     bounds: Bounds,
 ) -> tuple[Tensor, Tensor]:
@@ -389,15 +389,15 @@ def clipped_tokens(
 
     Args:
         objective: a name, or a function of the user.
-        change_BT: the importance ratio. With ``dppo_tv`` the token's probability minus that when it
-            was sampled; its size is the total variation of "this token or another", a lower bound
-            of that of the two distributions.
+        ratio_or_probability_change_BT: the importance ratio. With ``dppo_tv`` the token's
+            probability minus that when it was sampled; its size is the total variation of "this
+            token or another", a lower bound of that of the two distributions.
         A_B1: advantages.
         bounds: ``(low, high)``.
     """
     low, high = bounds
-    is_low_BT = change_BT < low
-    is_high_BT = change_BT > high
+    is_low_BT = ratio_or_probability_change_BT < low
+    is_high_BT = ratio_or_probability_change_BT > high
     if objective in ("clip", "dppo_tv") or callable(objective):
         return is_low_BT & (A_B1 < 0), is_high_BT & (A_B1 > 0)
     none_BT = torch.zeros_like(is_low_BT)

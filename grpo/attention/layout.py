@@ -78,7 +78,7 @@ class PackedLayout:
 
     ids_1N: Tensor
     positions_1N: Tensor
-    before_M: Tensor
+    predictor_M: Tensor
     """Index in the row of the token before each scored token, whose logits score that token.
 
     Scored tokens are in the order of the batch."""
@@ -171,7 +171,7 @@ def pack(
     return PackedLayout(
         ids_1N=id_N[None],
         positions_1N=position_N[None],
-        before_M=torch.cat(before).to(device),
+        predictor_M=torch.cat(before).to(device),
         tiles=tiles,
         sizes=sizes,
         prompt_lengths_U=prompt_lengths_U.to(device),
@@ -182,7 +182,7 @@ def pack_prompts(
     prompts: Sequence[Sequence[int]],
     device: torch.device | str,
 ) -> PackedLayout:
-    """Pack prompts for the prefill; ``before_M`` is the last token of each."""
+    """Pack prompts for the prefill; ``predictor_M`` is the last token of each."""
     U = len(prompts)
     lengths = [len(prompt) for prompt in prompts]
     rows = [torch.tensor(prompt) for prompt in prompts]

@@ -105,13 +105,13 @@ def save_checkpoint(
     # A collective under FSDP, which gathers the weights in rank 0's host memory. So it comes before
     # the blocks below, in which one rank may fail alone.
     policy = trained.policy
-    weights = full_trained_weights(policy.trained, policy.unreached.values())
+    weights = full_trained_weights(policy.trained_model, policy.unused_by_text.values())
     with world.fail_together():
         trained.check_finite(step)
         if world.is_main:
             shutil.rmtree(partial, ignore_errors=True)
             (partial / "trainer").mkdir(parents=True)
-            save_weights(policy.trained, weights, partial)
+            save_weights(policy.trained_model, weights, partial)
             policy.tokenizer.save_pretrained(partial)
     # A machine that does not share the folder would write its shards where no manifest lists them.
     with world.fail_together():

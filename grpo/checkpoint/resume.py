@@ -19,7 +19,7 @@ from grpo.checkpoint.format import (
     why_invalid,
 )
 from grpo.config import Config, ConfigError, flat, settings_except
-from grpo.model import digest, is_adapter, model_digests
+from grpo.model import file_digest, is_adapter, model_digests
 from grpo.rewards import RewardRunner
 from grpo.system import write_atomically
 
@@ -171,15 +171,16 @@ def content_digests(
     model = config.model
     model_paths = {
         model.adapter: model.adapter,
-        model.name_or_path: model_path,
         model.reference: reference_path,
+        # Last: a reference of this name has no path of its own while beta is 0.
+        model.name_or_path: model_path,
     }
     digests = {}
     for name, path in model_paths.items():
         if path is not None:
             digests |= model_digests(name, path, with_weights=True)
     for name, path in (rewards.source_files | user_files).items():
-        digests[name] = digest(path)
+        digests[name] = file_digest(path)
     return digests
 
 
@@ -204,7 +205,7 @@ def read_start_point(config: Config, folder: Path | None, facts: dict[str, Any])
             f"{config.output_dir} was started with other settings ({listed}): "
             "use another output_dir, the old values, or checkpoint.accept_changes=true"
         )
-    if not is_inside(folder, config):
+    if not is_in_output_dir(folder, config):
         # A branch of a run in another folder. The earlier run keeps its wandb run and its best
         # checkpoint, which this run could neither continue nor delete.
         state = state | {"best": None, "wandb_run_id": None}
@@ -213,7 +214,7 @@ def read_start_point(config: Config, folder: Path | None, facts: dict[str, Any])
     return StartPoint(folder, facts, state, changes)
 
 
-def is_inside(folder: Path, config: Config) -> bool:
+def is_in_output_dir(folder: Path, config: Config) -> bool:
     """True if the checkpoint in ``folder`` lies in the output folder of this run."""
     return folder.parent.resolve() == Path(config.output_dir).resolve()
 
@@ -248,7 +249,7 @@ def start_output(config: Config, start_checkpoint: Path | None, lock: Lock) -> N
     output.mkdir(parents=True, exist_ok=True)
     lock.acquire(output)
     not_continued = []
-    if start_checkpoint is not None and is_inside(start_checkpoint, config):
+    if start_checkpoint is not None and is_in_output_dir(start_checkpoint, config):
         # Later checkpoints are broken, or of steps that this run computes again. The next start
         # with `auto` must not continue from them.
         start_step = read_state(start_checkpoint)["step"]
@@ -266,6 +267,6 @@ def start_output(config: Config, start_checkpoint: Path | None, lock: Lock) -> N
         for path in not_continued:
             shutil.move(path, aside / path.name)
         print(f"an earlier run in {output} was moved to {aside}")
-    text = yaml.safe_dump(config.for_saving(), sort_keys=False, allow_unicode=True)
+    text = yaml.safe_dump(config.values_to_save(), sort_keys=False, allow_unicode=True)
     text = text.replace("\ngiven:", f"\n{COMMENT_ON_ENTRY_GIVEN}\ngiven:")
     write_atomically(output / "config.yaml", text)

@@ -167,7 +167,7 @@ class Saver:
         best_step = progress.best["step"] if progress.best else None
         state = dataclasses.asdict(progress) | self.facts
         state["wandb_run_id"] = self.reporter.wandb_run_id
-        state["config"] = self.config.for_saving()
+        state["config"] = self.config.values_to_save()
         # Under DDP the other ranks do not save: a vote in save_checkpoint() would wait for them.
         checkpoint.save_checkpoint(
             folder or self.config.output_dir,

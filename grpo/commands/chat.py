@@ -55,7 +55,7 @@ def main(argv: list[str]) -> None:
         options.config,
         [*BUILTIN_ENGINE, *overrides],
         # Otherwise a model without a run would get the instructions of the default task.
-        without_run={"data": {"system_prompt": ""}},
+        default_values={"data": {"system_prompt": ""}},
     )
     # A line of a conversation has no columns, such as the right answer, so it is not scored.
     is_scored = options.prompt is not None and (run_file or options.config or options.column)
@@ -159,7 +159,7 @@ def show_samples(group: Group, rewards: RewardRunner | None) -> None:
     values = score_groups(rewards, [group]).values if rewards else []
     for number, completion in enumerate(group.completions):
         ending = "finished" if completion.finished else "truncated"
-        facts = [completion.size, ending]
+        facts = [completion.size_text, ending]
         if rewards:
             for name, value in zip(rewards.names, values[number], strict=True):
                 score = "unscorable" if value is None else f"{value:g}"

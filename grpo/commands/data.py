@@ -15,7 +15,7 @@ from typing import Any
 from grpo.commands.command import command, command_parser
 from grpo.commands.models import find_tokenizer
 from grpo.config import config_of_models
-from grpo.data import ProblemSet, Rows, count_shared, load_rows, make_problems
+from grpo.data import ProblemSet, Rows, count_shared_prompts, load_rows, make_problems
 from grpo.system import ignore_broken_pipes, printable
 from grpo.turns.tools import Tools
 
@@ -55,7 +55,7 @@ def main(argv: list[str]) -> None:
                 print(printable(line))
             # Evaluation prompts that are also trained on make an accuracy too high.
             if training_problems is not None:
-                shared = count_shared(training_problems, problem_set.problems)
+                shared = count_shared_prompts(training_problems, problem_set.problems)
                 print(f"also training prompts: {shared}")
             training_problems = problem_set.problems
 

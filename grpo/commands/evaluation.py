@@ -192,7 +192,7 @@ def write_json(
     output: Path,
 ) -> None:
     """Write the configuration, and of each model all metrics and the results of every problem."""
-    content = {"config": config.for_writing(), "models": []}
+    content = {"config": config.masked_values(), "models": []}
     for model, evaluation in zip(models, evaluations, strict=True):
         metrics = {name: vars(estimate) for name, estimate in evaluation.estimates.items()}
         problems = []

@@ -97,7 +97,7 @@ def load_engine(
             policy,
             CompletionScorer(policy.model),
             disable_dropout=config.model.disable_dropout,
-            reach=max_row_length,
+            max_row_tokens=max_row_length,
         )
     if config.rollout.engine == "vllm":
         engine = build_engine(

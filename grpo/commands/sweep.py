@@ -39,7 +39,7 @@ from grpo.config import (
     check_world_size,
     load_config,
     make_config,
-    masked_argument,
+    mask_secrets,
 )
 from grpo.library import PAGE
 from grpo.report.read import read_run
@@ -209,7 +209,7 @@ def variant_names(variants: Sequence[Sequence[str]]) -> list[str]:
     names = []
     for changes in variants:
         # Secrets are masked: names are printed, and a dashboard shows them.
-        text = ",".join(map(masked_argument, changes)) or "base"
+        text = ",".join(map(mask_secrets, changes)) or "base"
         without_sections = re.sub(r"\b\w+\.(?=\w+=)", "", text)
         name = re.sub(r"[^\w.,=+-]+", "_", without_sections, flags=re.ASCII)[:100].strip("_")
         # Values may differ only in what is replaced or cut off above.

@@ -8,7 +8,7 @@ from grpo.config.arguments import (
     load_config,
     make_config,
     mask_command_line,
-    masked_argument,
+    mask_secrets,
 )  # fmt: skip
 from grpo.config.compared import flat, settings_except, settings_of_all_ranks
 from grpo.config.config import Config, check_world_size

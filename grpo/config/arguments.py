@@ -178,10 +178,10 @@ def _parse_value(key: str, text: str) -> Any:
 def mask_command_line() -> None:
     """Mask the secrets of ``section.key=value`` in ``sys.argv``."""
     # In place: wandb and starts.jsonl record the command line from there.
-    sys.argv[:] = map(masked_argument, sys.argv)
+    sys.argv[:] = map(mask_secrets, sys.argv)
 
 
-def masked_argument(argument: str) -> str:
+def mask_secrets(argument: str) -> str:
     """Return an argument of the command line, with secrets masked if it is
     ``section.key=value``."""
     key, _, text = argument.partition("=")
@@ -244,7 +244,7 @@ def config_of_models(
     config_file: str | None,
     overrides: list[str],
     *,
-    without_run: dict[str, Any] | None = None,
+    default_values: dict[str, Any] | None = None,
 ) -> tuple[Config, Path | None]:
     """Return the configuration for a command that takes models, and the file that holds the
     configuration of their run.
@@ -255,7 +255,8 @@ def config_of_models(
         models: folders or Hub ids. The run that wrote the first one that is of a run counts.
         config_file: argument of ``--config``. Default: the configuration of that run.
         overrides: arguments ``section.key=value``.
-        without_run: nested values to begin with if there is neither. Default: those of the schema.
+        default_values: nested values to begin with if there is neither. Default: those of the
+            schema.
     """
     if config_file is not None:
         return load_config(["--config", config_file, *overrides]), None
@@ -276,4 +277,4 @@ def config_of_models(
         if values is not None:
             # Paths of a moved run: its output_dir is where it lies now.
             return load_config([f"output_dir={run}", *overrides], default_values=values), file
-    return load_config(overrides, default_values=without_run), None
+    return load_config(overrides, default_values=default_values), None

@@ -45,7 +45,7 @@ def settings_except(entry: str, config: Config) -> dict[str, Any]:
     ``MAY_DIFFER``."""
     exceptions = MAY_DIFFER[entry].split()
     settings = {}
-    for key, value in flat(config.for_writing()).items():
+    for key, value in flat(config.masked_values()).items():
         section = key.partition(".")[0]
         if key not in exceptions and section not in exceptions:
             settings[key] = value

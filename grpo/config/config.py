@@ -73,18 +73,18 @@ class Config(schema.Section):
             reward["functions"] = [function for function in reward["functions"] if function]
         return values
 
-    def for_writing(self) -> dict[str, Any]:
+    def masked_values(self) -> dict[str, Any]:
         """Return the values as they are written to files and sent to wandb: JSON types, secrets
         masked."""
         return masked(self.model_dump(mode="json"))
 
-    def for_saving(self) -> dict[str, Any]:
-        """Return :meth:`for_writing` with :attr:`user_values` as the entry ``given``, from which a
-        later run begins."""
+    def values_to_save(self) -> dict[str, Any]:
+        """Return :meth:`masked_values` with :attr:`user_values` as the entry ``given``, from which
+        a later run begins."""
         # Converted only here: make_config needs the Python types of user_values, because a reward's
         # argument may be a tuple, or a mapping with integer keys.
         user_values = to_jsonable_python(self.user_values)
-        return self.for_writing() | {"given": masked(user_values)}
+        return self.masked_values() | {"given": masked(user_values)}
 
     @model_validator(mode="after")
     def _add_implied_values(self) -> Self:

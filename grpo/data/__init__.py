@@ -1,8 +1,8 @@
 """Datasets: read rows, turn them into problems, and assign the problems to steps and ranks."""
 
 from grpo.data.chat import render
-from grpo.data.problems import ProblemSet, count_shared, make_problems
-from grpo.data.rows import PYTHON_ROWS, rows_of
+from grpo.data.problems import ProblemSet, count_shared_prompts, make_problems
+from grpo.data.rows import PYTHON_ROWS, rows_from_table
 from grpo.data.schedule import Schedule, check_enough
 from grpo.data.table import Rows, fingerprint, load_rows
 
@@ -12,10 +12,10 @@ __all__ = [
     "Rows",
     "Schedule",
     "check_enough",
-    "count_shared",
+    "count_shared_prompts",
     "fingerprint",
     "load_rows",
     "make_problems",
     "render",
-    "rows_of",
+    "rows_from_table",
 ]

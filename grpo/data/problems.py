@@ -186,7 +186,7 @@ def _notes(config: DataConfig, tokenizer: Any, first_text: str) -> Iterator[str]
         )
 
 
-def count_shared(train: Sequence[Problem], evaluation: Sequence[Problem]) -> int:
+def count_shared_prompts(train: Sequence[Problem], evaluation: Sequence[Problem]) -> int:
     """The number of evaluation problems whose prompt is also the prompt of a training problem."""
     train_prompts = {problem.prompt_ids for problem in train}
     return sum(problem.prompt_ids in train_prompts for problem in evaluation)

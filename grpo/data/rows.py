@@ -154,7 +154,7 @@ def _read_json(path: Path) -> list[dict]:
     return with_all_columns(json.loads(text), "rows must be JSON objects")
 
 
-def rows_of(table: Any, name: str, limit: int | None = None) -> list[dict]:
+def rows_from_table(table: Any, name: str, limit: int | None = None) -> list[dict]:
     """The rows of a list of mappings, a dataset of ``datasets`` or a pandas DataFrame.
 
     Args:

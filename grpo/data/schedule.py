@@ -45,7 +45,7 @@ class Schedule:
         # next epoch has another order, and leaves out others.
         self.steps_per_epoch = len(problems) // prompts_per_step
 
-    def at(self, step: int) -> list[Problem]:
+    def problems_of_step(self, step: int) -> list[Problem]:
         """This rank's ``prompts_per_step / world_size`` problems of a step.
 
         The global batch of a step has the same problems for every world size: problem ``i`` of an

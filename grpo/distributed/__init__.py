@@ -14,14 +14,14 @@ from grpo.distributed.launch import (
     start_world,
 )
 from grpo.distributed.parallel import (
-    compute_inside,
     full_tensor,
-    gathered,
     gradient_sync,
     is_sharded,
     local_shard,
     reshard,
+    run_in_forward_pass,
     shard,
+    unsharded,
     wrap_data_parallel,
 )
 from grpo.distributed.tensors import (

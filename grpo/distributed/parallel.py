@@ -119,9 +119,9 @@ def shard(
     for layer in layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=True, offload_policy=policy)
     # A method that FSDP treats as a forward pass: the root group is gathered while it runs.
-    root.compute_inside = lambda compute: compute()
+    root.run_in_forward_pass = lambda compute: compute()
     fully_shard(root, mesh=mesh, reshard_after_forward=False, offload_policy=policy)
-    register_fsdp_forward_method(root, "compute_inside")
+    register_fsdp_forward_method(root, "run_in_forward_pass")
 
     # Parameters get memory here, and their values below. Buffers are no part of a state dict if
     # they are not persistent, and to_empty() would lose their values.
@@ -139,20 +139,20 @@ def is_sharded(module: nn.Module) -> bool:
     return isinstance(module, FSDPModule)
 
 
-def compute_inside(root: nn.Module, compute: Callable[[], Any]) -> Any:
+def run_in_forward_pass(root: nn.Module, compute: Callable[[], Any]) -> Any:
     """Return ``compute()``, called inside a forward pass of ``root``, where any of its modules can
     be called. All ranks call it together."""
     if not is_sharded(root):
         return compute()
     try:
-        return root.compute_inside(compute)
+        return root.run_in_forward_pass(compute)
     finally:
         # No backward pass follows that would free the root group.
         root.reshard()
 
 
 @contextlib.contextmanager
-def gathered(module: nn.Module) -> Iterator[None]:
+def unsharded(module: nn.Module) -> Iterator[None]:
     """Gather the full weights of a layer or of the root group for the block. Modules that are not
     sharded have theirs always."""
     if is_sharded(module):

@@ -29,10 +29,10 @@ from grpo.distributed.parallel import is_sharded
 
 def full_trained_weights(
     model: nn.Module,
-    unreached: Iterable[nn.Parameter] = (),
+    unused_by_text: Iterable[nn.Parameter] = (),
 ) -> dict[str, torch.Tensor]:
-    """Return the state dict of trained parameters, of the frozen parameters ``unreached``, and of
-    buffers.
+    """Return the state dict of trained parameters, of the frozen parameters ``unused_by_text``, and
+    of buffers.
 
     All ranks call it together for a sharded model, which has no such frozen parameters. The state
     dict is then in rank 0's host memory, and empty on the other ranks. A tied weight stays one
@@ -40,11 +40,11 @@ def full_trained_weights(
     """
     named = list(model.named_parameters(remove_duplicate=False))
     if not any(map(is_sharded, model.modules())):
-        unreached = set(unreached)
+        unused_by_text = set(unused_by_text)
         weights = model.state_dict()
         # With LoRA the weights of the base model are frozen, and no part of a checkpoint.
         for name, parameter in named:
-            if not parameter.requires_grad and parameter not in unreached:
+            if not parameter.requires_grad and parameter not in unused_by_text:
                 del weights[name]
         return weights
     options = StateDictOptions(

@@ -112,7 +112,7 @@ class World:
         dist.all_gather_object(objects, local_object)
         return objects
 
-    def from_main(self, local_object: Any) -> Any:
+    def broadcast_from_main(self, local_object: Any) -> Any:
         """Return the picklable object of the main rank on every rank."""
         return self.gather_objects(local_object)[0]
 

@@ -99,7 +99,7 @@ def wilson(rate: float, observations: float) -> tuple[float, float]:
     return max(low, 0.0), min(high, 1.0)
 
 
-def rate_of(
+def rate_with_interval(
     values: Sequence[float],
     num_samples: int,
     exact_rate: float | None = None,
@@ -133,7 +133,7 @@ def rate_of(
     return rate, *wilson(rate, observations)
 
 
-def mean_of(values_by_problem: Sequence[Sequence[float]]) -> Estimate:
+def mean_with_interval(values_by_problem: Sequence[Sequence[float]]) -> Estimate:
     """The mean of all values, with its interval over problems.
 
     A problem may have any number of values, also none. The mean of no value is NaN, and so are both
@@ -187,7 +187,7 @@ def estimate_metrics(
         for results in samples:
             num_correct = sum(result.correct for result in results)
             probabilities.append(pass_at_k(n, num_correct, k))
-        metrics[f"eval/pass@{k}"] = Estimate(*rate_of(probabilities, n))
+        metrics[f"eval/pass@{k}"] = Estimate(*rate_with_interval(probabilities, n))
     metrics |= _completion_metrics(samples, "eval/", rewards)
     return metrics | _completion_metrics(greedy_results, "eval/greedy_")
 
@@ -215,7 +215,7 @@ def _completion_metrics(
     metrics = {
         f"{prefix}format": _rate_of_attribute(results_by_problem, "formatted"),
         f"{prefix}lenient_accuracy": _rate_of_attribute(results_by_problem, "lenient"),
-        f"{prefix}mean_length": mean_of(lengths),
+        f"{prefix}mean_length": mean_with_interval(lengths),
         f"{prefix}truncated": _rate_of_attribute(results_by_problem, "truncated"),
     }
     for name in rewards:
@@ -225,7 +225,7 @@ def _completion_metrics(
             # A completion that could not be scored counts as wrong, but its reward is unknown: a 0
             # would move the mean of a reward that is never 0.
             scores.append([value for value in values if value is not None])
-        metrics[f"{prefix}rewards/{name}"] = mean_of(scores)
+        metrics[f"{prefix}rewards/{name}"] = mean_with_interval(scores)
     return metrics
 
 
@@ -241,11 +241,11 @@ def _rate_of_attribute(results_by_problem: ResultsByProblem, attribute: str) -> 
         if None not in values:
             counts.append(sum(values))
     if not counts:
-        return mean_of([])
+        return mean_with_interval([])
     n = len(results_by_problem[0])
     count = sum(counts)
     num_completions = n * len(counts)
     rates = [count_of_problem / n for count_of_problem in counts]
     # A mean of rounded rates, such as thirds, may miss the exact rate in its last digit.
     rate = count / num_completions
-    return Estimate(*rate_of(rates, n, rate), count, num_completions)
+    return Estimate(*rate_with_interval(rates, n, rate), count, num_completions)

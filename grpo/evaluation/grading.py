@@ -8,11 +8,11 @@ from grpo.config import EvalConfig
 from grpo.evaluation.estimate import CompletionResult, ResultsByProblem
 from grpo.rewards import RewardRunner
 from grpo.rewards.answers import equals_reference, extract_answer, has_format
-from grpo.rewards.builtin import COMPARING
+from grpo.rewards.builtin import ANSWER_REWARDS
 from grpo.rewards.calls import OUTSIDE_TRAINING, TrainerState
 from grpo.rewards.scores import score_groups
 
-ANSWER_CHECKERS = (*COMPARING, "countdown", "python_tests", "reasoning_gym")
+ANSWER_CHECKERS = (*ANSWER_REWARDS, "countdown", "python_tests", "reasoning_gym")
 """The built-in rewards that check an answer, as opposed to its form or length."""
 
 

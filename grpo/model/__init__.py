@@ -3,12 +3,12 @@
 # ruff: noqa: F401, names for other rooms
 
 from grpo.model.loading import (
-    REFERENCE,
+    REFERENCE_KEY,
     check_base,
     check_context,
     check_reference,
-    digest,
     end_tokens,
+    file_digest,
     load_policy,
     load_tokenizer,
     model_digests,
@@ -18,10 +18,10 @@ from grpo.model.loading import (
 )
 from grpo.model.lora import adapted_base, base_of, effective_weight, is_adapter
 from grpo.model.policy import (
-    HalfLinear,
+    BF16Linear,
     Policy,
     decoder_layers,
-    freeze_unreached,
+    freeze_unused_by_text,
     in_training_mode,
     make_reference,
     num_parameters,

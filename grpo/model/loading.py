@@ -42,7 +42,7 @@ together."""
 WEIGHT_SUFFIXES = (".safetensors", ".bin")
 MODEL_SUFFIXES = (".json", ".jinja", ".model", ".py", ".tiktoken", ".txt", *WEIGHT_SUFFIXES)
 """Suffixes of the files that determine what a model and its tokenizer compute."""
-REFERENCE = "model.reference"
+REFERENCE_KEY = "model.reference"
 """The key of the reference model, for messages."""
 
 # Every rank would show a bar for each file of weights.
@@ -147,7 +147,7 @@ def check_reference(
     # The reference scores the policy's token ids, which must mean the same tokens to both.
     if ref_tokenizer.get_vocab() != tokenizer.get_vocab():
         raise ValueError(
-            f"{REFERENCE}={path} has another vocabulary than the model that is trained"
+            f"{REFERENCE_KEY}={path} has another vocabulary than the model that is trained"
         )
     check_context(path, problems, max_length, trust_remote_code=trust_remote_code)
 
@@ -328,7 +328,7 @@ def write_merged(
     publish(partial, output)
 
 
-def digest(path: str | Path) -> str:
+def file_digest(path: str | Path) -> str:
     """SHA-256 of a file's size and content; of a file above 64 MiB, of 64 blocks of 1 MiB.
 
     Every start compares the weights, and reading large ones as a whole would take minutes.
@@ -354,7 +354,7 @@ def model_digests(name: str, path: str, *, with_weights: bool) -> dict[str, str]
         for file in sorted(Path(path).iterdir()):
             is_weights = file.suffix in WEIGHT_SUFFIXES
             if file.suffix in MODEL_SUFFIXES and (with_weights or not is_weights):
-                digests[f"{name}/{file.name}"] = digest(file)
+                digests[f"{name}/{file.name}"] = file_digest(file)
     else:
         # The cached file of the newest commit lies in a folder with the name of that commit.
         cached = huggingface_hub.try_to_load_from_cache(path, "config.json")

@@ -236,8 +236,8 @@ class AdapterReference:
         self.model = policy.model
 
     @property
-    def packed(self) -> bool:
-        return self.scorer.packed
+    def is_packed(self) -> bool:
+        return self.scorer.is_packed
 
     @torch.no_grad()
     def __call__(self, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -259,7 +259,7 @@ class AdapterReference:
             adapter.set_adapter(TRAINED_ADAPTER)
             # It marks the whole adapter, also in a vision tower, for whose gradients DDP would wait
             # forever.
-            for parameter in self.policy.unreached.values():
+            for parameter in self.policy.unused_by_text.values():
                 parameter.requires_grad_(False)
             self.model.train(was_training)
 

@@ -43,14 +43,15 @@ class Policy:
     adapter: Any = None
     """peft's model around ``model``: its LoRA adapter is trained, and nothing else. Default: None,
     all weights are trained."""
-    unreached: dict[str, nn.Parameter] = field(default_factory=dict)
-    """Parameters that :func:`freeze_unreached` has frozen, by name. Checkpoints hold them, too."""
+    unused_by_text: dict[str, nn.Parameter] = field(default_factory=dict)
+    """Parameters that :func:`freeze_unused_by_text` has frozen, by name. Checkpoints hold them,
+    too."""
     is_llama: bool = False
     """True if the decode step that is written out for Llama's architecture gives this model's
     logits; :func:`grpo.rollout.check_model` sets it."""
 
     @property
-    def trained(self) -> Any:
+    def trained_model(self) -> Any:
         """The model, or peft's model around it: what checkpoints write with ``save_pretrained``."""
         return self.adapter or self.model
 
@@ -64,7 +65,7 @@ class Policy:
         """Most tokens of a sequence; see :func:`context_limit`."""
         return context_limit(self.model.config)
 
-    def check_context_room(self, prompt_length: int, max_length: int) -> None:
+    def check_fits_context(self, prompt_length: int, max_length: int) -> None:
         """Raise a UserError if a prompt and a completion of ``max_length`` tokens together exceed
         the context."""
         context = self.context_length
@@ -111,7 +112,7 @@ class Policy:
         return logprobs_BT.sum()
 
     @contextlib.contextmanager
-    def comparison(self) -> Iterator[float]:
+    def precise_inference_mode(self) -> Iterator[float]:
         """:meth:`inference` in fp32 (in bf16 if attention has no fp32), to compare two ways of
         computing the same log-probs.
 
@@ -125,11 +126,11 @@ class Policy:
         if in_bf16:
             bound = 0.5
         autocast = torch.autocast(self.device.type, torch.bfloat16, enabled=in_bf16)
-        with self.inference(), autocast, ieee_fp32():
+        with self.inference_mode(), autocast, ieee_fp32():
             yield bound
 
     @contextlib.contextmanager
-    def inference(self) -> Iterator[None]:
+    def inference_mode(self) -> Iterator[None]:
         """Eval mode, no gradients, autocast. The previous mode is restored, also after an
         exception."""
         was_training = self.model.training
@@ -205,7 +206,7 @@ def num_parameters(
     return total
 
 
-def freeze_unreached(model: nn.Module, output: torch.Tensor) -> dict[str, nn.Parameter]:
+def freeze_unused_by_text(model: nn.Module, output: torch.Tensor) -> dict[str, nn.Parameter]:
     """Freeze the parameters that ``output`` does not depend on, and return them by name.
 
     ``output`` is computed from text. In a model that reads images it does not depend on the vision
@@ -234,13 +235,13 @@ def freeze_unreached(model: nn.Module, output: torch.Tensor) -> dict[str, nn.Par
         else:
             reached_layers.update(LAYER_PREFIX.findall(name))
 
-    unreached = {}
+    frozen = {}
     for name in without_gradient:
         # In a layer that this token reaches, other tokens may use more parameters, such as those of
         # other experts. They stay trained.
         if reached_layers.isdisjoint(LAYER_PREFIX.findall(name)):
-            unreached[name] = trained[name].requires_grad_(False)
-    return unreached
+            frozen[name] = trained[name].requires_grad_(False)
+    return frozen
 
 
 def make_reference(model: nn.Module) -> nn.Module:
@@ -272,12 +273,12 @@ def store_frozen_in_bf16(policy: Policy) -> None:
 
     vocabulary = len(model.get_input_embeddings().weight)
     ids_1S = torch.arange(16, device=policy.device)[None, :] % vocabulary
-    with policy.inference():
+    with policy.inference_mode():
         expected = model(input_ids=ids_1S, use_cache=False).logits
         for name, layer in layers.items():
             # A copy, since the layer in fp32 may have to come back.
             half = copy.deepcopy(layer).bfloat16()
-            half.__class__ = HalfLinear
+            half.__class__ = BF16Linear
             model.set_submodule(name, half)
         # Some models' own code reads a weight, or multiplies by fp32 tensors without autocast.
         with contextlib.suppress(Exception):
@@ -311,7 +312,7 @@ def sync_reference(
         old.lerp_(new, alpha)
 
 
-class HalfLinear(nn.Linear):
+class BF16Linear(nn.Linear):
     """A frozen linear layer in bf16. Outside autocast it computes in the dtype of its input."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -9,11 +9,11 @@ The worker processes import this package too, so it imports no torch.
 
 from grpo.rewards.answers import completion_text
 from grpo.rewards.calls import RewardContractError
-from grpo.rewards.functions import BUILTIN, load_reward
+from grpo.rewards.functions import BUILTIN_REWARDS, load_reward
 from grpo.rewards.runner import RewardResult, RewardRunner, RewardSpec
 
 __all__ = [
-    "BUILTIN",
+    "BUILTIN_REWARDS",
     "RewardContractError",
     "RewardResult",
     "RewardRunner",

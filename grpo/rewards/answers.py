@@ -9,11 +9,11 @@ import threading
 from fractions import Fraction
 from numbers import Number
 
-LONGEST_NUMBER = 400
+MAX_NUMBER_LENGTH = 400
 """Characters of the longest text read as a number: Python reads digits in quadratic time."""
-LONGEST_EXPRESSION = 1000
+MAX_SYMBOLIC_LENGTH = 1000
 """Characters of the longest answer that math-verify compares: longer ones take too long."""
-MODES = ("strict", "lenient", "boxed", "####")
+ANSWER_MODES = ("strict", "lenient", "boxed", "####")
 """Names of the places where :func:`extract_answer` looks for an answer."""
 _TEXT_WITHOUT_TAGS = r"(?:(?!</?(?:think|answer)>).)*+"
 DEFAULT_FORMAT = (
@@ -198,7 +198,7 @@ def extract_answer(text: str, mode: str = "strict", tag: str = "answer") -> str 
         line = rest.partition("\n")[0]
         content = line if mark else None
     else:
-        raise ValueError(f"mode must be one of {', '.join(map(repr, MODES))}, got {mode!r}")
+        raise ValueError(f"mode must be one of {', '.join(map(repr, ANSWER_MODES))}, got {mode!r}")
     return (content or "").strip() or None
 
 
@@ -223,7 +223,7 @@ def parse_number(text: str) -> Fraction | None:
     these in LaTeX (``\\$1{,}000``, ``1\\,000``, ``50\\%``).
     """
     text = text.strip()
-    if len(text) > LONGEST_NUMBER:
+    if len(text) > MAX_NUMBER_LENGTH:
         return None
     match = _NUMBER.fullmatch(plain_numbers(text).strip())
     if match is None or (match["sign"] and match["inner_sign"]):
@@ -261,7 +261,7 @@ def answers_equivalent(answer: str, reference: str) -> bool:
     """True if :func:`answers_equal`, or if math-verify finds equal expressions in the answers."""
     if answers_equal(answer, reference):
         return True
-    is_short = len(answer) <= LONGEST_EXPRESSION
+    is_short = len(answer) <= MAX_SYMBOLIC_LENGTH
     return is_short and same_expression(parse_answer(reference), parse_answer(answer))
 
 

@@ -19,7 +19,7 @@ from grpo.system import import_extra
 
 Rewards = list[float | None]
 """One reward per completion. ``None`` marks a row that cannot be scored."""
-COMPARING = ("accuracy", "pattern_answer", "exact_or_stripped", "math_verify", "r1_zero")
+ANSWER_REWARDS = ("accuracy", "pattern_answer", "exact_or_stripped", "math_verify", "r1_zero")
 """The built-in rewards that compare an answer with the reference answer in the column ``column``.
 """
 TAGS_PATTERN = r"(<think>)|(</think>)|(<answer>)|(</answer>)(\s*\Z)?"

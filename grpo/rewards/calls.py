@@ -17,7 +17,7 @@ from grpo.rewards.functions import (
     source_files,
 )
 from grpo.system import UserError
-from grpo.workers import then
+from grpo.workers import convert_result
 
 MAX_REWARD = 3.4028234663852886e38
 """The largest number in fp32, in which the trainer stores rewards."""
@@ -43,7 +43,7 @@ class TrainerState:
 
 
 OUTSIDE_TRAINING = TrainerState()
-ENVIRONMENT = "environment"
+ENVIRONMENT_KEY = "environment"
 """Key of the environments in their worker processes (:class:`grpo.workers.Request`)."""
 
 
@@ -198,11 +198,11 @@ class LoadedReward:
             environments = [self._environment(row) for row in inputs[ENVIRONMENTS_ARGUMENT]]
             inputs[ENVIRONMENTS_ARGUMENT] = environments
         values = call_reward(self._function, self._args, inputs, log, trainer_state)
-        return then(values, lambda values: (check_values(values, num_rows), log))
+        return convert_result(values, lambda values: (check_values(values, num_rows), log))
 
     def _environment(self, row: int) -> Any:
         try:
-            return self._objects[ENVIRONMENT].slots[row]
+            return self._objects[ENVIRONMENT_KEY].slots[row]
         except KeyError:
             # This process has taken the place of one that was killed.
             raise RuntimeError("its environment was in a worker process that was killed") from None

@@ -11,7 +11,7 @@ import textwrap
 from collections.abc import Mapping
 
 from grpo.rewards.answers import after_thinking, reference_texts, tag_content
-from grpo.rewards.builtin import COMPARING, Rewards, score_rows
+from grpo.rewards.builtin import ANSWER_REWARDS, Rewards, score_rows
 from grpo.workers.sandbox import Limits, SandboxResult, run_python
 
 MAX_CODE_LENGTH = 100_000
@@ -150,7 +150,7 @@ def check_rows(
     for spec in specs:
         # A reward of the user may read any form.
         has_tests = spec.name == "python_tests"
-        if not has_tests and spec.name not in COMPARING:
+        if not has_tests and spec.name not in ANSWER_REWARDS:
             continue
         column = spec.args.get("column", "tests" if has_tests else "answer")
         if not has_tests and has_pattern and column == "answer":

@@ -16,7 +16,7 @@ from typing import Any
 
 from grpo.system import first_line
 
-BUILTIN = dict.fromkeys(
+BUILTIN_REWARDS = dict.fromkeys(
     (
         "accuracy",
         "format",
@@ -31,7 +31,7 @@ BUILTIN = dict.fromkeys(
     ),
     "grpo.rewards.builtin",
 )
-BUILTIN["python_tests"] = "grpo.rewards.code"
+BUILTIN_REWARDS["python_tests"] = "grpo.rewards.code"
 """Name of a built-in reward -> the module that defines a function of that name. The module is
 imported when the reward is loaded."""
 
@@ -68,13 +68,13 @@ def load_reward(spec: str) -> Callable:
     Raises:
         ValueError: in one line, if the function does not exist or its file cannot be imported.
     """
-    if spec in BUILTIN:
-        return getattr(importlib.import_module(BUILTIN[spec]), spec)
+    if spec in BUILTIN_REWARDS:
+        return getattr(importlib.import_module(BUILTIN_REWARDS[spec]), spec)
     if spec.startswith(ENVIRONMENT_PREFIX):
         from grpo.rewards.builtin import environment
 
         return environment
-    function = load_object(spec, "reward", ", ".join(BUILTIN))
+    function = load_object(spec, "reward", ", ".join(BUILTIN_REWARDS))
     # A class is callable too, but a call with prompts makes an instance and no list of scores.
     if not callable(function) or inspect.isclass(function):
         location, _, name = spec.rpartition(":")
@@ -113,11 +113,13 @@ def load_object(spec: str, kind: str, builtin: str) -> Any:
     try:
         module = _import(location, path)
     except (Exception, SystemExit) as error:  # the user's file may raise anything
-        raise ValueError(f"{kind} {spec!r}: importing {location}{raised(error, path)}") from error
+        raise ValueError(
+            f"{kind} {spec!r}: importing {location}{describe_error(error, path)}"
+        ) from error
     return getattr(module, name, None)
 
 
-def raised(error: BaseException, path: str) -> str:
+def describe_error(error: BaseException, path: str) -> str:
     """Describe an error, with its line in the user's file if it came from there.
 
     For example `` (line 3) raised KeyError: 'a'``.

@@ -389,7 +389,7 @@ class RewardRunner(contextlib.AbstractContextManager):
         for call in calls:
             # The threads leave out the calls of a function that has lost too many workers.
             answer = scoring.answers.setdefault(call, SKIPPED_ANSWER)
-            if answer.kind != "ok" and call.level != ROW:
+            if answer.status != "ok" and call.level != ROW:
                 retries += scoring.split(call, call.level + 1)
         return retries
 
@@ -423,7 +423,7 @@ class RewardRunner(contextlib.AbstractContextManager):
                 if isinstance(answer.value, RewardContractError):
                     name = self.names[call.function]
                     raise RewardContractError(f"reward {name!r} {answer.value}")
-                if answer.kind in ("timeout", "died"):
+                if answer.status in ("timeout", "died"):
                     scoring.lost_levels[call.function].append(call.level)
                 scoring.answers[call] = answer
 
@@ -431,7 +431,7 @@ class RewardRunner(contextlib.AbstractContextManager):
         """Store the values that the functions returned, and what they logged."""
         function_of_column = {}
         for call, answer in scoring.answers.items():
-            if answer.kind != "ok":
+            if answer.status != "ok":
                 continue
             values, log = answer.value
             # A value counts once per row, so that calls row by row give the mean of one call.
@@ -463,7 +463,7 @@ class RewardRunner(contextlib.AbstractContextManager):
         name = self.names[number]
         failed_rows = []
         for call, answer in scoring.answers.items():
-            if call.function != number or answer.kind == "ok":
+            if call.function != number or answer.status == "ok":
                 continue
             if call.level == ROW:
                 failed_rows.append((call, answer))

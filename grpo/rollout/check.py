@@ -32,21 +32,21 @@ def check_model(
     scorer: CompletionScorer,
     *,
     disable_dropout: bool = True,
-    reach: int = 0,
+    max_row_tokens: int = 0,
 ) -> str | None:
     """Compare log-probs of a few short rows, computed in all ways, and switch on the fast ways that
     are right.
 
     Before the check, scoring and sampling compute in the slow ways that are right for every model.
-    The check sets ``scorer.plain_head``, ``scorer.packed`` and ``policy.is_llama``, and changes no
-    global random number. All ranks call it together; if the model is sharded, inside of the root's
-    forward pass.
+    The check sets ``scorer.has_plain_head``, ``scorer.is_packed`` and ``policy.is_llama``, and
+    changes no global random number. All ranks call it together; if the model is sharded, inside of
+    the root's forward pass.
 
     Args:
         disable_dropout: switch all randomness off, which packed rows and the written-out decode
             step need, and check that training mode then computes what evaluation mode computed.
-        reach: most tokens of a row in the run. If this exceeds a window of the model's attention, a
-            prompt of the check has the window's length.
+        max_row_tokens: most tokens of a row in the run. If this exceeds a window of the model's
+            attention, a prompt of the check has the window's length.
 
     Returns:
         The reason why each prompt is scored once per completion. None: it is scored once per group.
@@ -58,12 +58,12 @@ def check_model(
     window = window_of(policy.model.config)
     longest = PROMPT_LENGTH
     # A cache that forgets what is outside of the window differs only in longer rows.
-    if window and window[1] < reach:
+    if window and window[1] < max_row_tokens:
         longest = window[1]
     batch = _short_batch(policy, longest)
     why_padded = "model.disable_dropout is false, and attention over a packed row has no dropout"
-    with policy.comparison() as bound:
-        scorer.find_plain_head(batch.sequence_ids_BS[:, :PROMPT_LENGTH])
+    with policy.precise_inference_mode() as bound:
+        scorer.detect_plain_head(batch.sequence_ids_BS[:, :PROMPT_LENGTH])
         # Before dropout is switched off: a number that also counts in evaluation must not be set
         # to 0 unnoticed.
         expected_N = _score(scorer, batch)
@@ -112,7 +112,7 @@ def _short_batch(policy: Policy, longest: int) -> Batch:
 def _score(scorer: CompletionScorer, batch: Batch) -> Tensor:
     """Log-probs ``[N]`` of all completions, row after row."""
     parts = [batch]
-    if not scorer.plain_head:
+    if not scorer.has_plain_head:
         # All logits of a part are in memory at once, and a prompt may have a window's length.
         parts = [batch.select(slice(b, b + 1)) for b in range(len(batch))]
     scored = []
@@ -169,12 +169,12 @@ def _pack(
 
     Otherwise return the reason, and change nothing.
     """
-    if not scorer.plain_head:
+    if not scorer.has_plain_head:
         return "its head does more than a product with the last hidden state"
     reason = enable_packing(policy.model)
     if reason:
         return reason
-    scorer.packed = True
+    scorer.is_packed = True
     reason = "its layers mix the tokens of a row in other ways than attention"
     try:
         if is_close(_score(scorer, batch), expected_N, FP32_BOUND):
@@ -184,7 +184,7 @@ def _pack(
     except Exception as error:  # the model's code is not ours, and may not accept these arguments
         reason = str(error) or reason
     # As it was, also after an exception in the middle of a forward pass.
-    scorer.packed = False
+    scorer.is_packed = False
     policy.model.set_attn_implementation("sdpa")
     return reason
 

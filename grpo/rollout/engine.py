@@ -58,7 +58,7 @@ class BuiltinEngine:
         self.policy = policy
         self.fast_decode = fast_decode
         self.gathered = gathered
-        self.communicates = gathered is not None
+        self.uses_collectives = gathered is not None
         self.graphs = None
         if cuda_graphs and policy.device.type == "cuda":
             self.graphs = CUDAGraphs(warn)
@@ -91,7 +91,7 @@ class BuiltinEngine:
         if prompts and not sampling.is_greedy:
             uniforms_RT = torch.stack(uniforms).to(self.policy.device)
 
-        with self.weights(), self.policy.inference():
+        with self.weights(), self.policy.inference_mode():
             decoded = decode(
                 self.policy,
                 self._prefill,
@@ -119,7 +119,7 @@ class BuiltinEngine:
         """
         # Any token and any random number will do: only the sizes count.
         zeros_R = torch.zeros(len(prompts), device=self.policy.device)
-        with self.weights(), self.policy.inference():
+        with self.weights(), self.policy.inference_mode():
             decoder, _ = self._prefill(prompts, sampling.max_completion_length)
             logits_RV = decoder.step(zeros_R.long())
             draw_tokens(logits_RV, zeros_R, sampling)

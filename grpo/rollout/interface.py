@@ -29,7 +29,7 @@ class Engine(Protocol):
     """Samples completions with the weights of a policy."""
 
     policy: Policy
-    communicates: bool
+    uses_collectives: bool
     """True if :meth:`weights` uses collectives, and so raises an error of one rank on all."""
     rows_per_call: int
     """Most completions that an evaluation asks for in one call of :meth:`generate`."""
@@ -85,7 +85,7 @@ def engine_with_weights(
     timed = world.timed("rollout", seconds) if seconds is not None else nullcontext()
     # An engine with collectives raises on all ranks by itself. Another may fail on one rank alone,
     # for which the other ranks would wait in their next collective.
-    together = nullcontext() if engine.communicates else world.fail_together()
+    together = nullcontext() if engine.uses_collectives else world.fail_together()
     with ExitStack() as stack:
         # Only the beginning of the block is timed and watched, so its end is left to the stack.
         with timed, together:

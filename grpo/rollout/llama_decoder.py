@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo.attention import ForkedCache
-from grpo.distributed import gathered
+from grpo.distributed import unsharded
 from grpo.rollout.weights import CopiedLinear
 
 LLAMA_SHAPED = {"LlamaModel", "MistralModel", "Ministral3Model", "Qwen2Model", "Qwen3Model"}
@@ -61,7 +61,7 @@ class LlamaDecoder:
             for number, layer in enumerate(self.layers):
                 # In the check of a sharded model there are no copies, and each layer is gathered
                 # when it computes.
-                with gathered(layer.module):
+                with unsharded(layer.module):
                     x_RE = layer(
                         x_RE,
                         cos_R1D,

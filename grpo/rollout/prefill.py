@@ -71,7 +71,7 @@ def prefill(
     packed = pack_prompts(distinct, policy.device)
     hidden_NH = packed_hidden(policy.backbone, packed, decoder)
     # The head is the largest layer, and only the last token of a prompt needs its logits.
-    logits_UV = decoder.head(hidden_NH[packed.before_M])
+    logits_UV = decoder.head(hidden_NH[packed.predictor_M])
     decoder.fork(prompt_R)
     if llama_decoder and graphs and graphs.are_on:
         decoder.llama_decoder = CapturedSteps(llama_decoder, graphs)

@@ -19,8 +19,8 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 from torch import Tensor, nn
 
-from grpo.distributed import gathered
-from grpo.model import HalfLinear, adapted_base, decoder_layers, effective_weight
+from grpo.distributed import unsharded
+from grpo.model import BF16Linear, adapted_base, decoder_layers, effective_weight
 
 _mkldnn = torch.ops.mkldnn
 SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -191,7 +191,7 @@ class GatheredWeights:
                 if layer is not None:
                     source = self.sources[layer]
                 # One layer at a time is in memory in fp32.
-                with torch.no_grad(), gathered(source):
+                with torch.no_grad(), unsharded(source):
                     for module in modules:
                         module._parameters.update(self.sources[module]._parameters)
                     if fast_decode:
@@ -224,7 +224,7 @@ def _is_worth_copying(module: nn.Module, dtype: torch.dtype) -> bool:
     another ``forward`` than that of ``nn.Linear`` is copied never.
     """
     linear = adapted_base(module) or module
-    if type(linear) not in (nn.Linear, HalfLinear):
+    if type(linear) not in (nn.Linear, BF16Linear):
         return False
     for layer in (module, linear):
         has_hooks = layer._forward_hooks or layer._forward_pre_hooks

@@ -41,7 +41,9 @@ def show_step(run: Run, step: Step) -> None:
         end = "finished" if completion.finished else "truncated"
         rewards = dict(zip(reward_names, values_GF[g], strict=True))
         advantage = batch.advantages_B[g]
-        show(f"completion {g}: {completion.size}, {end}, advantage {advantage:+.4f}, {rewards}")
+        show(
+            f"completion {g}: {completion.size_text}, {end}, advantage {advantage:+.4f}, {rewards}"
+        )
         show(textwrap.indent(completion.transcript, "  | "))
 
 

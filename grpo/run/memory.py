@@ -76,7 +76,7 @@ def try_largest_step(run: Run, problems: list[Problem]) -> str:
             vocabulary = len(learner.policy.model.get_input_embeddings().weight)
             _reserved = torch.empty(10 * len(prompts), vocabulary, device=world.device)
         # Two micro-batches are enough: from the second on, activations lie beside gradients.
-        parts = microbatch_rows(minibatch, num_tokens, packed=scorer.packed)[:2]
+        parts = microbatch_rows(minibatch, num_tokens, packed=scorer.is_packed)[:2]
         for rows in parts:
             with gradient_sync(scorer, enabled=rows is parts[-1]):
                 micro = minibatch.select(rows)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo.algorithm.advantages import has_equal_rewards, values_compared
+from grpo.algorithm.advantages import has_equal_rewards, values_to_compare
 from grpo.algorithm.batch import Batch, Group
 from grpo.config.algorithm import AlgorithmConfig
 from grpo.run.passes import batch_logprobs
@@ -43,7 +43,7 @@ def record_microbatch(
     Args:
         new_BT, old_BT: ``[B, T]`` log-probs of the loss, nats.
     """
-    counted_BT = micro.counted_BT
+    counted_BT = micro.is_counted_BT
     count = counted_BT.sum()
     entropy = (entropy_BT * counted_BT).sum()
     step.metrics.add("entropy", entropy, count)
@@ -82,15 +82,15 @@ def step_line(run: Run, step: Step) -> dict[str, float]:
     num_steps = step.number + 1
     line = {
         "step": num_steps,
-        "epoch": num_steps / tasks.problems.steps_per_epoch,
+        "epoch": num_steps / tasks.schedule.steps_per_epoch,
     }
     line |= reward_metrics(tasks.rewards.names, step.values_PGF, step.rewards_PG)
-    values_in_group = values_compared(
+    values_compared_in_group = values_to_compare(
         step.values_PGF,
         tasks.rewards.weights,
         run.config.algorithm.multi_objective_aggregation,
     )
-    is_equal_P = has_equal_rewards(values_in_group)
+    is_equal_P = has_equal_rewards(values_compared_in_group)
     line["frac_reward_zero_std"] = is_equal_P.float().mean().item()
     return line | reduced
 
@@ -166,7 +166,7 @@ def logged_completions(run: Run, step: Step) -> list[dict[str, Any]]:
     indices = [p * G + g for p, g in pairs]
 
     # A row that the update skipped is scored too: it has no old log-prob but the sampler's.
-    batch = replace(step.batch, old_logprobs_BT=step.reported_old_BT, computed_B=None)
+    batch = replace(step.batch, old_logprobs_BT=step.reported_old_BT, is_computed_B=None)
     rows = batch.select(torch.tensor(indices))
     updated_BT = batch_logprobs(learner, learner.bare_scorer, rows)
     return sample_records(

@@ -20,13 +20,13 @@ from grpo.algorithm.seeding import derive_seed
 from grpo.checkpoint import format as checkpoint
 from grpo.checkpoint.resume import StartPoint
 from grpo.config import Config, ConfigError
-from grpo.distributed import World, compute_inside, shard
+from grpo.distributed import World, run_in_forward_pass, shard
 from grpo.model import (
-    REFERENCE,
+    REFERENCE_KEY,
     Policy,
     check_base,
     decoder_layers,
-    freeze_unreached,
+    freeze_unused_by_text,
     load_policy,
     lora,
     store_frozen_in_bf16,
@@ -123,13 +123,13 @@ def build_models(
 
     def check(policy: Policy, scorer: CompletionScorer) -> str | None:
         # Inside of the root's forward pass, where FSDP has gathered the weights.
-        return compute_inside(
+        return run_in_forward_pass(
             scorer,
             lambda: check_model(
                 policy,
                 scorer,
                 disable_dropout=config.model.disable_dropout,
-                reach=config.data.max_prompt_length + config.rollout.max_completion_length,
+                max_row_tokens=config.data.max_prompt_length + config.rollout.max_completion_length,
             ),
         )
 
@@ -140,7 +140,9 @@ def build_models(
         # DDP would wait for gradients of parameters that text does not reach; FSDP does not.
         if not is_sharded:
             policy.model.eval()  # dropout would draw random numbers
-            policy.unreached = freeze_unreached(policy.model, policy.score_one_token(scorer))
+            policy.unused_by_text = freeze_unused_by_text(
+                policy.model, policy.score_one_token(scorer)
+            )
         if algorithm.beta > 0:
             if config.uses_lora and reference_path is None:
                 # The frozen base is in memory already: the reference costs an adapter, or nothing.
@@ -241,7 +243,7 @@ def _load_sharded(
             empty_policy = replace(full_policy.without_weights(), tokenizer=None)
     # The modules are sent, not built again: ties, buffers and adapters are those of the model that
     # rank 0 has loaded.
-    empty_policy = world.from_main(empty_policy)
+    empty_policy = world.broadcast_from_main(empty_policy)
     policy = replace(empty_policy, device=world.device, tokenizer=tokenizer)
     scorer = CompletionScorer(policy.model, config.rollout.temperature)
     # Copied before shard() replaces the parameters, and moves the buffers of the policy alone.
@@ -274,7 +276,7 @@ def _moving_reference(config: Config, ref_scorer: Any, policy: Policy) -> dict[s
     shapes = [p.shape for p in ref_scorer.model.parameters()]
     if shapes != [p.shape for p in policy.model.parameters()]:
         raise ConfigError(
-            f"{REFERENCE} has weights of other shapes than the policy, towards which "
+            f"{REFERENCE_KEY} has weights of other shapes than the policy, towards which "
             "algorithm.ref_sync_steps moves it: set ref_sync_steps=0"
         )
     return dict(ref_scorer.model.named_parameters())
@@ -296,7 +298,7 @@ def _optimizer(
     lr_schedule = make_lr_schedule(optimizer, config.optim, max_steps * updates_per_step)
     if start.checkpoint:
         changed_keys = {key for key, _, _ in start.changes}
-        if not changed_keys.isdisjoint((REFERENCE, "model.adapter")):
+        if not changed_keys.isdisjoint((REFERENCE_KEY, "model.adapter")):
             moving_reference = {}  # the saved one is the old reference, moved
         trained = checkpoint.TrainedTensors(policy, optimizer, moving_reference)
         checkpoint.restore(start.checkpoint, trained)

@@ -30,7 +30,7 @@ def rank_microbatches(
         packed: True if prompts are computed once per group. Default: as the policy's scorer does.
     """
     if packed is None:
-        packed = learner.bare_scorer.packed
+        packed = learner.bare_scorer.is_packed
     max_tokens = learner.tokens_per_microbatch
     num_passes = 0
     if learner.is_sharded:
@@ -56,7 +56,7 @@ def batch_logprobs_and_entropies(
 ) -> tuple[Tensor, Tensor]:
     """Log-probs of all tokens, and entropies of the distributions they come from, ``[B, T]`` nats.
 
-    Rows that are not computed (``Batch.computed_B``) have 0.
+    Rows that are not computed (``Batch.is_computed_B``) have 0.
     """
     device = learner.world.device
     logprobs_BT = torch.zeros(batch.completion_mask_BT.shape, device=device)
@@ -65,7 +65,7 @@ def batch_logprobs_and_entropies(
     rows_B = torch.arange(len(batch), device=device)
     batch = replace(batch, row_B=rows_B)
     with learner.policy.autocast():
-        for micro, _ in rank_microbatches(learner, batch, packed=scorer.packed):
+        for micro, _ in rank_microbatches(learner, batch, packed=scorer.is_packed):
             micro_logprobs_BT, micro_entropies_BT = scorer(*micro.scorer_inputs)
             # A micro-batch is as wide as its longest completion, maybe not as wide as the batch.
             t = micro_logprobs_BT.shape[1]
@@ -82,7 +82,7 @@ def top_entropy_mask(learner: Learner, batch: Batch) -> Tensor:
     They are a fraction ``top_entropy_quantile`` of the trained tokens of all ranks.
     """
     # Rows of advantage 0 count too: skipped, they would have entropy 0 and lower the threshold.
-    all_rows = replace(batch, computed_B=None)
+    all_rows = replace(batch, is_computed_B=None)
     _, entropies_BT = batch_logprobs_and_entropies(learner, learner.bare_scorer, all_rows)
     rank_entropies_N = entropies_BT[batch.loss_mask_BT].cpu()
     # One threshold for all ranks: one per rank would make the loss depend on their number.

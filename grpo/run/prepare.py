@@ -23,7 +23,7 @@ from grpo.checkpoint.resume import (
     StartPoint,
     content_digests,
     find_checkpoint,
-    is_inside,
+    is_in_output_dir,
     read_start_point,
     start_output,
 )
@@ -124,7 +124,7 @@ def _prepare(
         if world.is_main:
             checkpoint_and_origin = find_checkpoint(config, lock)
         inputs = _read_inputs(config, world, user_objects, on_failure)
-    checkpoint, origin = world.from_main(checkpoint_and_origin)
+    checkpoint, origin = world.broadcast_from_main(checkpoint_and_origin)
 
     resolve = partial(
         resolve_model,
@@ -182,7 +182,7 @@ def _prepare(
             append_line(Path(config.output_dir) / "starts.jsonl", facts)
     # A run that branches off into another folder does not repeat the last line of the run before,
     # unless that step is still to be evaluated: the evaluation is added to its line.
-    continues_here = checkpoint is not None and is_inside(checkpoint, config)
+    continues_here = checkpoint is not None and is_in_output_dir(checkpoint, config)
     reporter = Reporter(
         config,
         is_main=world.is_main,

@@ -128,7 +128,7 @@ class Sampler:
 class Tasks:
     """The problems, and the rewards of their completions."""
 
-    problems: Schedule
+    schedule: Schedule
     eval_problems: Sequence[Problem]
     rewards: RewardRunner
     tools: Tools | None
@@ -162,7 +162,7 @@ class Run:
     def trainer_state(self) -> TrainerState:
         """The position of the run, for reward functions that have it as an argument."""
         step = self.progress.step
-        epoch = step / self.tasks.problems.steps_per_epoch
+        epoch = step / self.tasks.schedule.steps_per_epoch
         return TrainerState(step, epoch, self.max_steps)
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy
 import torch
 
-from grpo.algorithm.advantages import has_no_advantage, values_compared
+from grpo.algorithm.advantages import has_no_advantage, values_to_compare
 from grpo.algorithm.batch import Problem
 from grpo.distributed import World
 from grpo.rewards import RewardResult
@@ -66,7 +66,7 @@ def sample_and_score(
         completions += group.completions
     for row, completion in enumerate(completions):
         for column, values in result.extra.items():
-            completion.logged[column] = values[row]
+            completion.logged_columns[column] = values[row]
     # A function that fails on a few substitutes alone is not broken.
     add_outcome(step.metrics, result, world, is_checked=not are_substitutes)
     values_BF = numpy.array(result.values, dtype=numpy.float32)  # NaN for None
@@ -85,20 +85,20 @@ def replace_equal_groups(run: Run, step: Step, rollout: Rollout) -> Rollout:
     groups = list(rollout.groups)
     values_PGF = rollout.values_PGF.clone()
     for attempt in range(algorithm.dynamic_sampling_attempts):
-        values_in_group = values_compared(
+        values_compared_in_group = values_to_compare(
             values_PGF,
             run.tasks.rewards.weights,
             algorithm.multi_objective_aggregation,
         )
         is_replaced_P = has_no_advantage(
-            values_in_group,
+            values_compared_in_group,
             baseline=algorithm.baseline,
             scale=algorithm.scale,
         )
         positions = []
         problems = []
         for p in is_replaced_P.nonzero().flatten().tolist():
-            problem = run.tasks.problems.substitute(step.number, p, attempt)
+            problem = run.tasks.schedule.substitute(step.number, p, attempt)
             # None: the dataset has no other problem left for this step.
             if problem is not None:
                 positions.append(p)

@@ -8,7 +8,7 @@ from pathlib import Path
 from grpo.algorithm.batch import Problem
 from grpo.checkpoint.saver import how_to_continue
 from grpo.config import Config, DataConfig, keys_without_effect
-from grpo.data import ProblemSet, count_shared
+from grpo.data import ProblemSet, count_shared_prompts
 from grpo.evaluation.grading import correctness_note
 from grpo.model import num_parameters
 from grpo.run.records import Run
@@ -44,7 +44,7 @@ def print_summary(
         f"them trained; {config.runtime.precision} on {run.world.device.type}",
         f"step      {rollout.prompts_per_step} problems x {rollout.num_generations} completions, "
         f"{run.world.size} rank(s), {algorithm.updates_per_step} update(s); "
-        f"{run.max_steps} steps, {run.tasks.problems.steps_per_epoch} to an epoch",
+        f"{run.max_steps} steps, {run.tasks.schedule.steps_per_epoch} to an epoch",
         f"algorithm {algorithm.name}: {algorithm.advantages or built_in}; {algorithm.objective}, "
         f"{algorithm.aggregation}, beta {algorithm.beta:g}, sampler correction "
         f"{algorithm.sampler_correction}",
@@ -99,7 +99,7 @@ def warnings_of(
 
     # Rows of an environment may have one prompt, and differ in what the environment adds to it.
     if not config.environment:
-        num_shared = count_shared(train, evaluation)
+        num_shared = count_shared_prompts(train, evaluation)
         if num_shared:
             yield f"warning: {num_shared} of the evaluation problems are also in the training data"
 

@@ -14,7 +14,7 @@ from grpo.algorithm.advantages import UserAdvantages
 from grpo.algorithm.loss import UserObjective, policy_loss
 from grpo.config import Config
 from grpo.config.algorithm import is_user_function
-from grpo.rewards.functions import load_object, raised, source_files
+from grpo.rewards.functions import describe_error, load_object, source_files
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def load_user_functions(config: Config) -> UserFunctions:
             # The last file defines the function: the message names the line there.
             file = next(reversed(files.values()), "")
             raise ValueError(
-                f"algorithm.objective={algorithm.objective}{raised(error, file)}"
+                f"algorithm.objective={algorithm.objective}{describe_error(error, file)}"
             ) from error
 
     # Advantages are not tried here: their values are checked in each step.

@@ -11,9 +11,13 @@ class UserObjects:
     """Python objects of a program that calls :func:`grpo.train`, which stand for names in the
     configuration."""
 
-    rewards: dict[str, Any] = field(default_factory=dict)
+    rewards: dict[str, Any] = field(
+        default_factory=dict,
+    )
     """Reward functions by their name in ``reward.functions``."""
-    tools: dict[str, Any] = field(default_factory=dict)
+    tools: dict[str, Any] = field(
+        default_factory=dict,
+    )
     """Tools and an environment by their name in the configuration."""
     train_rows: list[dict[str, Any]] | None = None
     """Rows to train on. Default: those of ``data.dataset``."""

@@ -83,7 +83,7 @@ class Wandb(Service):
             id=run_id,
             resume="allow",
             dir=folder,
-            config=config.for_writing(),
+            config=config.masked_values(),
             settings=wandb.Settings(
                 silent=True,
                 init_timeout=TIMEOUT_S,
@@ -153,7 +153,7 @@ class Trackio(Service):
             # No dashboard inside of a notebook.
             embed=False,
             resume="allow" if is_resumed else "never",
-            config=config.for_writing(),
+            config=config.masked_values(),
         )
 
 

@@ -71,7 +71,7 @@ def sample_records(
             "token_ids": list(completion.ids),
             # Each token alone: the report colours them one by one.
             "tokens": [decode([token]) for token in completion.ids],
-            "logged": _text(completion.logged),
+            "logged": _text(completion.logged_columns),
         }
         for name, values_BT in logprobs.items():
             record[name] = None

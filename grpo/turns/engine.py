@@ -26,7 +26,7 @@ from grpo.algorithm.seeding import derive_seed
 from grpo.config import Config
 from grpo.data import Rows, make_problems
 from grpo.data.tiny import is_tiny_tokenizer
-from grpo.rewards.calls import ENVIRONMENT
+from grpo.rewards.calls import ENVIRONMENT_KEY
 from grpo.rollout import Engine, SamplingParams, Stops
 from grpo.rollout.interface import ROWS_PER_CALL
 from grpo.system import UserError
@@ -91,7 +91,7 @@ class Conversation:
         if self.environment is None:
             return None
         columns = {"prompt": self.problem.prompt} | self.problem.columns
-        return self._ask(ENVIRONMENT, "reset", columns, self.group_seed).value
+        return self._ask(ENVIRONMENT_KEY, "reset", columns, self.group_seed).value
 
     def reply(self, turn: Sequence[int]) -> list[int] | None:
         """Return the tokens that follow a turn, or None if the completion ends with the turn.
@@ -167,7 +167,7 @@ class Conversation:
     def _environment_reward(self) -> float | None:
         """The reward that the environment gives itself; None if it gives none."""
         if not self.tools.is_stepped:
-            return self._ask(ENVIRONMENT, "get_reward", self._next_seed()).value
+            return self._ask(ENVIRONMENT_KEY, "get_reward", self._next_seed()).value
         rewards = [reward for reward in self.rewards if reward is not None]
         # A conversation that was cut before its first action has earned 0.
         if self.rewards and not rewards:
@@ -185,7 +185,7 @@ class Conversation:
 
     def _step(self) -> list[Message]:
         """Give the last turn to the environment as an action. Returns the observation."""
-        answer = self._ask(ENVIRONMENT, "step", self.texts[-1], self._next_seed())
+        answer = self._ask(ENVIRONMENT_KEY, "step", self.texts[-1], self._next_seed())
         if self.failure:
             return []
         observation, reward, is_done = answer.value
@@ -217,7 +217,7 @@ class Conversation:
         limit_s = self.tools.config.reward.timeout_s
         request = Request(key, method, (self.row, *arguments))
         (answer,) = self.tools.worker_of(self.row).ask([request], limit_s)
-        if answer.kind == "ok":
+        if answer.status == "ok":
             return answer
 
         # An exception may have no text, and an error without a message would look like a result.
@@ -230,9 +230,9 @@ class Conversation:
             place = "".join(re.findall(r'File ".+", line \d+', answer.trace)[:1])
             self.failure = f"{method}: {answer.error or message} {place}".rstrip()
         # The model reads about the tool alone, and nothing about worker processes.
-        if answer.kind == "timeout":
+        if answer.status == "timeout":
             message = f"no result within {limit_s:g} seconds"
-        elif answer.kind == "died":
+        elif answer.status == "died":
             message = "the tool has died"
         return Answer("error", message=message)
 
@@ -246,7 +246,7 @@ def add_to_prompt(
     group: Sequence[Conversation],
     additions: Sequence[Any],
     tokenizer: Any,
-    check_context_room: Callable[[int, int], None] | None = None,
+    check_fits_context: Callable[[int, int], None] | None = None,
 ) -> None:
     """Add the text that the resets of a group returned to the group's prompt.
 
@@ -255,7 +255,7 @@ def add_to_prompt(
 
     Args:
         additions: what :meth:`Conversation.begin` returned for each row of the rollout.
-        check_context_room: see :meth:`grpo.model.Policy.check_context_room`.
+        check_fits_context: see :meth:`grpo.model.Policy.check_fits_context`.
 
     Raises:
         UserError: if the resets returned different texts, or there is no prompt at all.
@@ -290,8 +290,8 @@ def add_to_prompt(
     try:
         problem_set = make_problems(rows, data, tokenizer, schemas_of=tools.schemas_of)
         (new_problem,) = problem_set.problems
-        if check_context_room is not None:
-            check_context_room(len(new_problem.prompt_ids), group[0].max_length)
+        if check_fits_context is not None:
+            check_fits_context(len(new_problem.prompt_ids), group[0].max_length)
     except ValueError as error:
         for conversation in group:
             conversation.failure = str(error)
@@ -323,7 +323,7 @@ class TurnsEngine:
         self.warn = warn
         # Tools need no GPU memory and no weights, so these are the engine's.
         self.policy = engine.policy
-        self.communicates = engine.communicates
+        self.uses_collectives = engine.uses_collectives
         self.weights = engine.weights
         self.dry_run = engine.dry_run
         self.turn_format = TurnFormat(
@@ -397,7 +397,7 @@ class TurnsEngine:
         futures = [tools.submit(c.row, c.begin) for c in conversations]
         additions = [future.result() for future in futures]
         for group in groups:
-            add_to_prompt(group, additions, self.policy.tokenizer, self.policy.check_context_room)
+            add_to_prompt(group, additions, self.policy.tokenizer, self.policy.check_fits_context)
 
         # All calls of a row are made in the thread of its worker, one after the other.
         def reply(row: int, turn: Sequence[int]) -> Future:

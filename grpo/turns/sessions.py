@@ -18,7 +18,7 @@ from typing import Any
 from grpo.rewards import functions
 from grpo.system import UserError
 from grpo.turns.builtin import TOOLS
-from grpo.workers import then
+from grpo.workers import convert_result
 
 MAX_RESULT_LENGTH = 2**18
 """Maximum number of characters of a tool's result that are sent to the trainer."""
@@ -86,7 +86,7 @@ class LoadedTool:
         set_seed(seed)
         # Python refuses an argument that is given twice: the model cannot choose one of `args`.
         result = self._function(**arguments, **self._args)
-        return then(result, as_text)
+        return convert_result(result, as_text)
 
 
 class LoadedEnvironment:
@@ -172,7 +172,7 @@ class LoadedEnvironment:
                 return None
             return _as_observation(value)
 
-        return then(result, addition_to_prompt)
+        return convert_result(result, addition_to_prompt)
 
     def call(
         self,
@@ -184,7 +184,7 @@ class LoadedEnvironment:
         """Call a method as a tool. Returns the result as the model reads it."""
         method = getattr(self._environment(slot), name)
         set_seed(seed)
-        return then(method(**arguments), as_text)
+        return convert_result(method(**arguments), as_text)
 
     def step(self, slot: int, action: str, seed: int) -> Any:
         """Give the text of a turn to a reset/step environment as its action.
@@ -193,13 +193,13 @@ class LoadedEnvironment:
         """
         environment = self._environment(slot)
         set_seed(seed)
-        return then(environment.step(action), _step_result)
+        return convert_result(environment.step(action), _step_result)
 
     def get_reward(self, slot: int, seed: int) -> Any:
         """Return the reward that the environment gives itself, or None."""
         environment = self._environment(slot)
         set_seed(seed)
-        return then(environment.get_reward(), as_reward)
+        return convert_result(environment.get_reward(), as_reward)
 
     async def close(self) -> None:
         """Close every environment that has ``close``."""

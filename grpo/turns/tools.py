@@ -10,7 +10,7 @@ from typing import Any
 from grpo.config import Config
 from grpo.config.config import ENVIRONMENT_ROWS
 from grpo.rewards import RewardSpec
-from grpo.rewards.calls import ENVIRONMENT
+from grpo.rewards.calls import ENVIRONMENT_KEY
 from grpo.rewards.functions import ENVIRONMENT_PREFIX
 from grpo.turns.sessions import Description, LoadedEnvironment, LoadedTool
 from grpo.workers import Pool, Request, Worker
@@ -66,7 +66,7 @@ class Tools:
             name = self.config.environment
             self.environment = self._load(
                 f"environment {name!r}",
-                ENVIRONMENT,
+                ENVIRONMENT_KEY,
                 LoadedEnvironment,
                 name,
             )
@@ -149,4 +149,4 @@ class Tools:
 
     def close(self) -> None:
         """Close the environments and kill the workers. A later call starts new workers."""
-        self.pool.close(Request(ENVIRONMENT, "close"))
+        self.pool.close(Request(ENVIRONMENT_KEY, "close"))

@@ -64,7 +64,7 @@ def build_engine(
         if started:
             addresses = [started.address]
         # The main rank alone knows the address of a server that it has started.
-        addresses = world.from_main(addresses)
+        addresses = world.broadcast_from_main(addresses)
         # The other ranks wait in a collective, which fails after timeout_s. An error that names the
         # server has to come before.
         timeout_s = config.runtime.timeout_s / 3

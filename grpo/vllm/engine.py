@@ -46,7 +46,7 @@ class VLLMEngine:
     (:class:`grpo.rollout.interface.Engine`)."""
 
     # The weights are gathered and loaded by all ranks together.
-    communicates = True
+    uses_collectives = True
     rows_per_call = ROWS_PER_CALL
 
     def __init__(
@@ -106,8 +106,8 @@ class VLLMEngine:
             together = nullcontext
         with together():
             self.probe.update()
-            unreached = self.policy.unreached.values()
-            weights = full_trained_weights(self.policy.trained, unreached)
+            unused_by_text = self.policy.unused_by_text.values()
+            weights = full_trained_weights(self.policy.trained_model, unused_by_text)
 
         prefix = ADAPTER_PREFIX if self.policy.adapter else FULL_MODEL_PREFIX
         version = prefix + uuid.uuid4().hex
@@ -123,7 +123,7 @@ class VLLMEngine:
                 if unused is not None:
                     shutil.rmtree(unused, ignore_errors=True)
         # Each rank has drawn a version. That of the main rank counts, which has loaded the weights.
-        self.version = self.world.from_main(version)
+        self.version = self.world.broadcast_from_main(version)
         try:
             yield
         finally:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from grpo.distributed import compute_inside
+from grpo.distributed import run_in_forward_pass
 from grpo.model import Policy, save_weights
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -62,7 +62,7 @@ class WeightsFolder:
         # CPU, vLLM packs the head again only when the files hold the head.
         copies = {name: tensor.to(dtype, copy=True) for name, tensor in weights.items()}
         folder = self.path / version
-        save_weights(policy.trained, copies, folder)
+        save_weights(policy.trained_model, copies, folder)
         return folder
 
 
@@ -99,8 +99,8 @@ class Probe:
             ValueError: if they are NaN.
         """
         ids_1S = torch.tensor([self.ids], device=self.policy.device)
-        with self.policy.inference():
-            logits_1SV = compute_inside(
+        with self.policy.inference_mode():
+            logits_1SV = run_in_forward_pass(
                 self.root,
                 lambda: self.policy.model(input_ids=ids_1S, use_cache=False).logits,
             )

@@ -29,8 +29,15 @@ them, ``sandbox.py``, ``sandbox_driver.py`` and ``sandbox_linux.py``. A worker p
 package when it starts, so nothing here imports torch.
 """
 
-from grpo.workers.host import then
+from grpo.workers.host import convert_result
 from grpo.workers.pool import InProcessWorker, Pool, Worker
 from grpo.workers.protocol import Answer, Request
 
-__all__ = ["Answer", "InProcessWorker", "Pool", "Request", "Worker", "then"]
+__all__ = [
+    "Answer",
+    "InProcessWorker",
+    "Pool",
+    "Request",
+    "Worker",
+    "convert_result",
+]

@@ -90,7 +90,7 @@ def error_answer(error: BaseException, target: Any = None) -> Answer:
     )
 
 
-def then(result: Any, convert: Callable[[Any], Any]) -> Any:
+def convert_result(result: Any, convert: Callable[[Any], Any]) -> Any:
     """Return ``convert(result)``; for an awaitable result, an awaitable of that.
 
     With it, a loaded object wraps functions of the user that may be async or not.

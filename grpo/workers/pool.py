@@ -78,7 +78,7 @@ class Worker:
                 continue
             load = Request(HOST_KEY, "load", (key, self._factories[key]))
             (answer,) = process.ask([load], LOAD_SECONDS)
-            if answer.kind != "ok":
+            if answer.status != "ok":
                 return [answer] * len(requests)
             self._loaded_keys.add(key)
         return process.ask(requests, limit_s)
@@ -173,7 +173,7 @@ class Pool:
         (answer,) = worker.submit(worker.ask, [request], LOAD_SECONDS).result()
 
         # Not after a timeout or a death: the object would do the same to this process.
-        if answer.kind == "error" and or_in_process:
+        if answer.status == "error" and or_in_process:
             # The object holds a connection, for example, so that it cannot be pickled.
             self.in_process_keys.add(key)
             self.notes.append(
@@ -182,7 +182,7 @@ class Pool:
             )
             (answer,) = self.in_process_worker.ask([request], LOAD_SECONDS)
 
-        if answer.kind == "ok":
+        if answer.status == "ok":
             return answer.value
         message = answer.error.removeprefix("ValueError: ")
         if not message:  # a timeout or a death is no exception

@@ -49,7 +49,7 @@ class Request:
 class Answer:
     """The result of one request, or the reason why it has none."""
 
-    kind: str = "ok"
+    status: str = "ok"
     """``"ok"``, ``"error"`` (the method raised), ``"timeout"``, ``"died"`` (the worker process
     ended) or ``"skipped"`` (the request was not sent)."""
     value: Any = None

@@ -120,7 +120,7 @@ def assert_agrees_with_float64(build_model, temperature, chunks):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(grpo.algorithm.logprobs, "LOGITS_PER_CHUNK", tokens_per_chunk * V)
             scorer = CompletionScorer(model, temperature)
-            scorer.find_plain_head(inputs[0])
+            scorer.detect_plain_head(inputs[0])
             logprobs_BT, entropies_BT = scorer(*inputs)
             gradients = gradients_of(model, logprobs_BT)
         assert (
@@ -204,7 +204,7 @@ def test_nothing_to_score_still_has_a_graph(build_model):
 def test_logits_that_are_scaled_are_scored_right(model_type, settings, is_plain):
     assert_agrees_with_float64(lambda: build(model_type, settings), 0.7, chunks=[5])
     scorer, _ = checked(build(model_type, settings))
-    assert scorer.plain_head == is_plain
+    assert scorer.has_plain_head == is_plain
 
 
 def test_a_cap_is_seen_while_the_logits_are_still_small():

@@ -60,7 +60,7 @@ def test_packed_equals_padded(name, recompute):
     scorer = CompletionScorer(model, temperature=0.8)
     padded = scored(scorer, *rows())
     scorer, why_padded = checked(model, temperature=0.8)
-    assert why_padded is None and scorer.packed
+    assert why_padded is None and scorer.is_packed
     calls = []
     hook = model.get_input_embeddings().register_forward_hook(
         lambda module, inputs, output: calls.append(inputs[0].shape)
@@ -101,11 +101,11 @@ def test_what_cannot_be_packed_is_found_out(name):
     *how, reason = CANNOT[name]
     model = build(*how)
     scorer = CompletionScorer(model)
-    scorer.find_plain_head(rows()[0])
+    scorer.detect_plain_head(rows()[0])
     expected_BT, _ = scorer(*rows())
     scorer, why_padded = checked(model)
     assert reason in why_padded
-    assert not scorer.packed
+    assert not scorer.is_packed
     assert model.config._attn_implementation != ATTENTION
     assert torch.equal(scorer(*rows())[0], expected_BT)
 
@@ -140,7 +140,7 @@ def test_a_model_that_changes_its_mask_is_found_out():
 
 def test_without_group_numbers_rows_are_padded():
     scorer = CompletionScorer(build(*CAN["qwen2"]))
-    scorer.find_plain_head(rows()[0])
+    scorer.detect_plain_head(rows()[0])
     *batch, _ = rows()
     expected_BT, _ = scorer(*batch)
     scorer, _ = checked(scorer.model)
@@ -156,7 +156,7 @@ def test_layout_by_hand():
     # completion has none left
     assert packed.ids_1N.tolist() == [[10, 11, 12, 40, 41, 42, 43, 20, 21]]
     assert packed.positions_1N.tolist() == [[0, 1, 0, 1, 2, 3, 4, 2, 3]]
-    assert packed.before_M.tolist() == [1, 7, 8, 1, 2, 3, 4, 5, 6]
+    assert packed.predictor_M.tolist() == [1, 7, 8, 1, 2, 3, 4, 5, 6]
     prompts, completions = packed.tiles
     assert (prompts.width, completions.width) == (2, 4)
     assert completions.prompt_R.tolist() == [1, 0]

@@ -30,12 +30,12 @@ from grpo.config import make_config
     ],
 )
 def test_settings_that_differ(before, now, expected):
-    state = {"config": make_config(before).for_saving(), "content": {}}
+    state = {"config": make_config(before).values_to_save(), "content": {}}
     assert _differences(make_config(now), state, {}) == expected
 
 
 def test_files_and_rows_that_differ_and_a_key_that_is_new():
-    written = make_config({}).for_saving()
+    written = make_config({}).values_to_save()
     del written["algorithm"]["scale"]
     state = {"config": written, "content": {"r.py": "b", "gone.py": "c", "same": "d"}}
     assert _differences(make_config({}), state, {"r.py": "e", "new.py": "f", "same": "d"}) == [

@@ -75,7 +75,7 @@ def test_variants_are_all_combinations_or_each_value_alone(tmp_path):
 def write_run(run, rewards):
     """The files of a complete run with these rewards, and the evaluations before and after it."""
     (run.folder / f"checkpoint-{len(rewards)}").mkdir(parents=True)
-    (run.folder / "config.yaml").write_text(yaml.safe_dump(run.config.for_writing()))
+    (run.folder / "config.yaml").write_text(yaml.safe_dump(run.config.masked_values()))
     lines = [{"step": 0, "eval/greedy_accuracy": 0.0}]
     for step, reward in enumerate(rewards, 1):
         lines.append({"step": step, "reward": reward, "kl": None, "logged/mine": 2 * reward})

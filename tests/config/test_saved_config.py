@@ -46,7 +46,9 @@ def test_a_saved_configuration_gives_the_same_values(saved, path):
     second = saved(make_config(first), "second")
     for file in (first, second):
         again = reloaded(file, f"output_dir={config.output_dir}")
-        assert again.for_saving() == config.for_saving() | {"given": again.for_saving()["given"]}
+        assert again.values_to_save() == config.values_to_save() | {
+            "given": again.values_to_save()["given"]
+        }
         assert again == make_config(
             yaml.safe_load(file.read_text()), {"output_dir": config.output_dir}
         )
@@ -122,7 +124,7 @@ def test_commands_read_it_of_a_run_and_of_a_checkpoint_that_was_copied(saved, tm
     file = saved(config)
     state_file = tmp_path / "elsewhere" / "best" / "trainer" / "state.json"
     state_file.parent.mkdir(parents=True)
-    state_file.write_text(json.dumps({"config": config.for_saving()}))
+    state_file.write_text(json.dumps({"config": config.values_to_save()}))
     for model, expected in ((file.parent, file), (tmp_path / "elsewhere" / "best", state_file)):
         found, source = config_of_models([str(model)], None, ["rollout.max_completion_length=200"])
         assert found.reward.functions[-1].args["max_length"] == 200

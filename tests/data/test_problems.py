@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from grpo.algorithm.batch import Completion, Group
 from grpo.config import DataConfig
-from grpo.data import PYTHON_ROWS, Rows, load_rows, make_problems, rows_of
+from grpo.data import PYTHON_ROWS, Rows, load_rows, make_problems, rows_from_table
 from grpo.data.tiny import build_tokenizer
 from grpo.rewards.scores import score_groups
 
@@ -300,7 +300,7 @@ EVERY_KEY = (
 
 def test_every_key_of_a_message_reaches_the_template():
     # every message has every key
-    arrow = rows_of(datasets.Dataset.from_list([{"prompt": HISTORY}]), "dataset")
+    arrow = rows_from_table(datasets.Dataset.from_list([{"prompt": HISTORY}]), "dataset")
     tokenizer = with_template(EVERY_KEY)
     for prompt in (HISTORY, arrow[0]["prompt"]):
         problem = problem_of(prompt, tokenizer)

@@ -12,7 +12,7 @@ import pandas
 import pytest
 
 from grpo.config import DataConfig
-from grpo.data import load_rows, rows_of
+from grpo.data import load_rows, rows_from_table
 from grpo.rewards import load_reward
 
 ROWS = [{"prompt": f"{i}+1=", "answer": f"so #### {i + 1}"} for i in range(20)]
@@ -133,9 +133,9 @@ def test_rows_as_python_objects(tmp_path):
         pandas.DataFrame(rows),
         pandas.read_parquet(tmp_path / "d.parquet"),
     ):
-        assert repr(rows_of(given, "dataset")) == repr(expected)
+        assert repr(rows_from_table(given, "dataset")) == repr(expected)
     with pytest.raises(ValueError, match="dataset must be a list of mappings"):
-        rows_of("file.jsonl", "dataset")
+        rows_from_table("file.jsonl", "dataset")
 
 
 def test_endless_rows_are_read_up_to_the_limit_or_refused():
@@ -144,11 +144,11 @@ def test_endless_rows_are_read_up_to_the_limit_or_refused():
             yield {"prompt": "a"}
 
     for table in (endless(), datasets.IterableDataset.from_generator(endless)):
-        assert rows_of(table, "dataset", 3) == [{"prompt": "a"}] * 3
+        assert rows_from_table(table, "dataset", 3) == [{"prompt": "a"}] * 3
         with pytest.raises(
             ValueError, match=r"dataset has no length .*: set data.max_train_samples"
         ):
-            rows_of(table, "dataset")
+            rows_from_table(table, "dataset")
 
 
 def test_a_field_in_a_column_is_the_answer_or_the_prompt(tmp_path):

@@ -22,7 +22,7 @@ def schedules(count: int, world_size: int, seed: int = 0) -> list[Schedule]:
 def global_batch(ranks: list[Schedule], step: int) -> list[int]:
     """Indices in dataset order: global row i lies on rank i % world_size, as ``World.gather_rows``
     has it."""
-    shares = [rank.at(step) for rank in ranks]
+    shares = [rank.problems_of_step(step) for rank in ranks]
     return [problem.index for place in zip(*shares, strict=True) for problem in place]
 
 

@@ -93,7 +93,7 @@ def main(output: str, model: str, *cuts: str) -> None:
                 parameter += 0.1 * torch.randn(
                     parameter.shape, generator=torch.Generator().manual_seed(len(name))
                 )
-    assert run.learner.bare_scorer.packed and run.learner.ref_scorer.packed
+    assert run.learner.bare_scorer.is_packed and run.learner.ref_scorer.is_packed
     before = {name: p.detach().clone() for name, p in run.learner.policy.model.named_parameters()}
     results = {}
     for cut in cuts:
@@ -110,7 +110,7 @@ def main(output: str, model: str, *cuts: str) -> None:
             run.learner.bare_scorer,
             getattr(run.learner.ref_scorer, "scorer", run.learner.ref_scorer),
         ):
-            scorer.packed = packed == "packed"
+            scorer.is_packed = packed == "packed"
         run.learner.policy.model.load_state_dict(before)
         ref_scorer = run.learner.ref_scorer if beta else None
         learner = replace(run.learner, config=changed, ref_scorer=ref_scorer)

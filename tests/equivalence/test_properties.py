@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from grpo.config import PRESETS, Config, load_config
 from grpo.rewards.answers import (
-    LONGEST_NUMBER,
-    MODES,
+    ANSWER_MODES,
+    MAX_NUMBER_LENGTH,
     answers_equal,
     extract_answer,
     has_format,
@@ -134,7 +134,7 @@ def seconds_to_parse(text: str) -> float:
     """CPU seconds of all parsers together; no exception but the documented one, an answer of the
     right type."""
     began = time.process_time()
-    for mode in MODES:
+    for mode in ANSWER_MODES:
         answer = extract_answer(text, mode=mode)
         assert answer is None or isinstance(answer, str)
         (right,) = accuracy(prompts=[""], completions=[text], answer=["42"], mode=mode)
@@ -185,6 +185,7 @@ def test_long_texts_take_no_longer_than_they_are():
     # As long as a text may be that is read as a number: any power of that length is too long.
     parts = itertools.product(("", "=", "5", "x=", "5 a"), PIECES, ("", "x", "5"))
     answers = (
-        (start + piece * LONGEST_NUMBER)[: LONGEST_NUMBER - 1] + end for start, piece, end in parts
+        (start + piece * MAX_NUMBER_LENGTH)[: MAX_NUMBER_LENGTH - 1] + end
+        for start, piece, end in parts
     )
     print(slowest_of(f"<answer>{answer}</answer>" for answer in answers))

@@ -14,7 +14,13 @@ from grpo.config import EvalConfig, make_config
 from grpo.distributed import World
 from grpo.evaluation import metric_names, pass_at_k
 from grpo.evaluation.collect import eval_sampling, evaluate
-from grpo.evaluation.estimate import CompletionResult, estimate_metrics, mean_of, rate_of, wilson
+from grpo.evaluation.estimate import (
+    CompletionResult,
+    estimate_metrics,
+    mean_with_interval,
+    rate_with_interval,
+    wilson,
+)
 from grpo.evaluation.grading import Grader
 from grpo.rewards.runner import RewardSpec
 from grpo.rollout import BuiltinEngine, SamplingParams
@@ -181,19 +187,19 @@ def test_samples_of_a_problem_count_as_one_if_they_are_alike_and_as_more_if_they
     values, samples, observations
 ):
     rate = sum(values) / len(values)
-    assert rate_of(values, samples) == pytest.approx((rate, *wilson(rate, observations)))
+    assert rate_with_interval(values, samples) == pytest.approx((rate, *wilson(rate, observations)))
 
 
 def test_the_mean_of_unlike_numbers_of_completions():
     """(1+2+3+4+5) / 5 = 3; problem sums less 3 x their counts: -3, 3, 0; scaled by 3/5; se =
     sqrt(6.48 / 2 / 3)."""
-    estimate = mean_of([[1.0, 2.0], [4.0, 5.0], [3.0]])
+    estimate = mean_with_interval([[1.0, 2.0], [4.0, 5.0], [3.0]])
     half = 1.959964 * (6.48 / 2 / 3) ** 0.5
     assert (estimate.value, estimate.low, estimate.high) == pytest.approx(
         (3, 3 - half, 3 + half), abs=1e-5
     )
     for rows in ([[16.0]], [[1.0, 2.0]], [[1.0], [], []]):
-        estimate = mean_of(rows)
+        estimate = mean_with_interval(rows)
         assert (
             math.isfinite(estimate.value) and math.isnan(estimate.low) and math.isnan(estimate.high)
         )
@@ -210,7 +216,7 @@ def test_the_interval_holds_the_truth_about_95_times_in_100():
     for _ in range(1000):
         p = difficulty[torch.randint(4, (40,), generator=rng)]
         correct = (torch.rand(40, 8, generator=rng) < p[:, None]).double().mean(dim=1)
-        value, low, high = rate_of(correct.tolist(), 8)
+        value, low, high = rate_with_interval(correct.tolist(), 8)
         hits += low <= truth <= high
         low, high = wilson(value, 40 * 8)
         naive += low <= truth <= high

@@ -83,7 +83,7 @@ def expected_logprobs(model, groups):
 
 
 def scored(policy, scorer, batch):
-    getattr(scorer, "scorer", scorer).packed = policy.model.config._attn_implementation != "sdpa"
+    getattr(scorer, "scorer", scorer).is_packed = policy.model.config._attn_implementation != "sdpa"
     with torch.no_grad(), policy.autocast():
         return scorer(*batch.scorer_inputs)[0]
 

@@ -139,7 +139,7 @@ def test_a_reference_in_bf16_gives_the_same_bits(tmp_path, tied):
     )
     reference = make_reference(policy.model)
     scorer = CompletionScorer(reference, 0.7)
-    scorer.packed = True
+    scorer.is_packed = True
     ids_BS = torch.randint(0, 90, (4, 60), generator=torch.Generator().manual_seed(0))
     ids_BS[:, :20] = ids_BS[0, :20]
     prompt_lengths_B = torch.full((4,), 20)

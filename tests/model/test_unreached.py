@@ -7,7 +7,7 @@ from torch import nn
 
 from grpo.algorithm.logprobs import CompletionScorer
 from grpo.distributed import full_trained_weights
-from grpo.model import Policy, freeze_unreached, num_parameters, save_weights
+from grpo.model import Policy, freeze_unused_by_text, num_parameters, save_weights
 from grpo.model.lora import AdapterReference, adapter_parameters, add_adapter, add_reference_adapter
 
 IMAGES_ALONE = ("model.vision_tower.", "model.multi_modal_projector.")
@@ -24,7 +24,7 @@ def policy_of(model) -> Policy:
 
 def freeze(policy) -> None:
     scorer = CompletionScorer(policy.model.eval())
-    policy.unreached = freeze_unreached(policy.model, policy.score_one_token(scorer))
+    policy.unused_by_text = freeze_unused_by_text(policy.model, policy.score_one_token(scorer))
 
 
 def lora() -> Policy:
@@ -45,10 +45,10 @@ def test_the_vision_tower_is_frozen_and_everything_else_is_trained():
             == (not name.startswith(IMAGES_ALONE))
             == (parameter.grad is not None)
         ), name
-        assert (name in policy.unreached) == name.startswith(IMAGES_ALONE)
+        assert (name in policy.unused_by_text) == name.startswith(IMAGES_ALONE)
     trained = num_parameters(policy.model, trained=True)
     assert num_parameters(policy.model) == trained + sum(
-        p.numel() for p in policy.unreached.values()
+        p.numel() for p in policy.unused_by_text.values()
     )
 
 
@@ -56,7 +56,7 @@ def test_nothing_of_a_text_model_is_frozen():
     for kind, settings, *_ in [*CAN.values(), *CANNOT.values(), *MIXTURES.items()]:
         policy = policy_of(build(kind, settings))
         freeze(policy)
-        assert policy.unreached == {}, kind
+        assert policy.unused_by_text == {}, kind
 
 
 class Experts(nn.Module):
@@ -74,7 +74,7 @@ class Experts(nn.Module):
 def test_experts_that_another_token_may_reach_are_trained():
     model = Experts()
     output = model.layers[0]["one"](torch.ones(2)).sum()
-    assert list(freeze_unreached(model, output)) == ["tower.0.weight", "tower.0.bias"]
+    assert list(freeze_unused_by_text(model, output)) == ["tower.0.weight", "tower.0.bias"]
     assert all(parameter.requires_grad for parameter in model.layers.parameters())
 
 
@@ -86,13 +86,13 @@ def test_adapters_of_the_vision_tower_stay_frozen_and_are_in_the_files(tmp_path)
     freeze(policy)
     adapters = adapter_parameters(policy.model)
     in_tower = {name for name in adapters if name.startswith("model.vision_tower.")}
-    assert policy.unreached.keys() == in_tower and 0 < len(in_tower) < len(adapters)
+    assert policy.unused_by_text.keys() == in_tower and 0 < len(in_tower) < len(adapters)
     scorer = CompletionScorer(policy.model)
     policy.score_one_token(AdapterReference(policy, scorer))
     trained = {
         name for name, parameter in policy.model.named_parameters() if parameter.requires_grad
     }
     assert trained == adapters.keys() - in_tower
-    weights = full_trained_weights(policy.trained, policy.unreached.values())
-    save_weights(policy.trained, weights, tmp_path)
+    weights = full_trained_weights(policy.trained_model, policy.unused_by_text.values())
+    save_weights(policy.trained_model, weights, tmp_path)
     assert len(load_file(tmp_path / "adapter_model.safetensors")) == len(adapters)

@@ -8,8 +8,8 @@ import pytest
 from conftest import ROOT
 
 from grpo.rewards import RewardSpec, load_reward
-from grpo.rewards.answers import MODES, equals_reference, reference_texts
-from grpo.rewards.builtin import COMPARING
+from grpo.rewards.answers import ANSWER_MODES, equals_reference, reference_texts
+from grpo.rewards.builtin import ANSWER_REWARDS
 from grpo.rewards.code import check_rows
 
 
@@ -62,7 +62,7 @@ def test_anything_else_is_no_reference_answer(message):
     assert not equals_reference("70", OTHERS[message])
 
 
-@pytest.mark.parametrize("name", COMPARING)
+@pytest.mark.parametrize("name", ANSWER_REWARDS)
 def test_any_item_of_a_list_is_right(name):
     pytest.importorskip("math_verify")
     args = {"pattern": ".*<answer>(?P<answer>.*)</answer>"} if name == "pattern_answer" else {}
@@ -96,7 +96,7 @@ def test_the_start_of_a_run_reads_every_reference_answer():
         check_rows(specs, rows, "data.dataset=FILE", ["line 1", "line 2"])
 
     taken = "^data.dataset=FILE, line 2, column answer: .* data.answer_column=COLUMN.KEY takes .* style, ground_truth$"
-    for name in COMPARING:
+    for name in ANSWER_REWARDS:
         with pytest.raises(ValueError, match=taken):
             check(RewardSpec("format"), RewardSpec(name))
         with pytest.raises(
@@ -149,7 +149,7 @@ def test_the_tables_of_the_document():
     assert len(responses) >= 10
     assert len(answers) >= 20
     for response, *cells in responses:
-        assert cells == [cell(response, "5", mode) for mode in MODES], response
+        assert cells == [cell(response, "5", mode) for mode in ANSWER_MODES], response
     for answer, gold, marked, lenient, symbolic in answers:
         assert load_reward("math_verify")([""], [f"<answer>{answer}</answer>"], answer=[gold]) == [
             float(symbolic)

@@ -378,7 +378,7 @@ def test_reordered_weights_give_the_same_logits(random_model, precision, toleran
     policy.model.eval()
     with torch.no_grad(), policy.autocast():
         expected_BSV = policy.model(input_ids=ids_BS).logits.float()
-    with policy.inference(), copied_weights(policy.model, precision):
+    with policy.inference_mode(), copied_weights(policy.model, precision):
         found_BSV = policy.model(input_ids=ids_BS).logits.float()
         assert isinstance(policy.model.lm_head, CopiedLinear), (
             "this machine has no re-ordered weights"

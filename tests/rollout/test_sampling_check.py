@@ -115,9 +115,9 @@ MOSHI |= dict(ffn_dim=64, head_dim=8)
 def test_a_window_that_the_cache_has_and_the_forward_pass_has_not():
     """Rows differ from the length of the window on."""
     policy = policy_of("moshi", MOSHI | dict(sliding_window=20, eos_token_id=2, pad_token_id=0))
-    check(policy, reach=20)
+    check(policy, max_row_tokens=20)
     with pytest.raises(ValueError, match=r"MoshiForCausalLM cannot be sampled.*other logits"):
-        check(policy, reach=21)
+        check(policy, max_row_tokens=21)
 
 
 def test_queries_that_are_scaled_by_position_decode_through_their_own_modules():
@@ -174,5 +174,5 @@ def test_an_exception_of_the_models_code_is_the_reason_for_padded_rows():
         policy.backbone.register_forward_pre_hook(refuse, with_kwargs=True)
         scorer = CompletionScorer(policy.model)
         assert check_model(policy, scorer).startswith(reason)
-        assert not scorer.packed
+        assert not scorer.is_packed
         assert policy.model.config._attn_implementation == "sdpa"

@@ -65,7 +65,7 @@ def test_it_restores_generators_gradients_and_weights(tmp_path):
     try:
         state = torch.get_rng_state()
         weights = [p.clone() for p in run.learner.policy.model.parameters()]
-        try_largest_step(run, run.tasks.problems.problems)
+        try_largest_step(run, run.tasks.schedule.problems)
         assert torch.equal(torch.get_rng_state(), state)
         for p, before in zip(run.learner.policy.model.parameters(), weights, strict=True):
             assert p.grad is None and torch.equal(p, before)
@@ -84,7 +84,7 @@ def test_it_takes_the_longest_prompts_and_completions_of_full_length(
     more = ["optim.tokens_per_microbatch=100", "algorithm.num_minibatches=2"]
     config = load_config([*small_run(random_model, tmp_path / "run"), *more])
     run = prepare(config, start_world(config.runtime))
-    problems = run.tasks.problems.problems
+    problems = run.tasks.schedule.problems
     lengths = sorted((len(problem.prompt_ids) for problem in problems), reverse=True)
     L = lengths[0]
     rollouts = []

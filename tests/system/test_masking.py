@@ -44,7 +44,7 @@ def config_with(args: dict) -> Config:
 
 
 def test_secrets_are_masked_where_they_are_written():
-    written = config_with(SECRETS | NESTED).for_writing()["reward"]["functions"][0]["args"]
+    written = config_with(SECRETS | NESTED).masked_values()["reward"]["functions"][0]["args"]
     hidden = {
         "auth": {"headers": [{"X": MASK}]},
         "api_keys": [MASK, MASK],
@@ -53,7 +53,7 @@ def test_secrets_are_masked_where_they_are_written():
     assert written == dict.fromkeys(SECRETS, MASK) | hidden
     assert config_with(SECRETS).reward.functions[0].args == SECRETS, "the reward gets the real ones"
     for config in (config_with(PLAIN), Config()):
-        assert config.for_writing() == config.model_dump(mode="json")
+        assert config.masked_values() == config.model_dump(mode="json")
 
 
 def test_secrets_are_masked_in_the_command(monkeypatch):

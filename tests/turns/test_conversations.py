@@ -27,7 +27,7 @@ class Scripted(Engine):
     """An engine (``grpo.rollout.interface.Engine``) whose model says the given turns, row by
     row."""
 
-    communicates = False
+    uses_collectives = False
 
     def __init__(self, policy, script):
         self.policy = policy

@@ -74,8 +74,8 @@ def check_scores(policy, groups, tolerance=1e-4):
         groups, torch.zeros(len(groups), len(groups[0].completions)), pad_id=policy.pad_id
     )
     scorer = CompletionScorer(policy.model, temperature=0.9)
-    scorer.find_plain_head(batch.sequence_ids_BS)
-    scorer.packed = packing_enabled(policy.model)
+    scorer.detect_plain_head(batch.sequence_ids_BS)
+    scorer.is_packed = packing_enabled(policy.model)
     with torch.no_grad():
         scored_BT, _ = scorer(*batch.scorer_inputs)
     torch.testing.assert_close(batch.sampling_logprobs_BT, scored_BT, rtol=0, atol=tolerance)

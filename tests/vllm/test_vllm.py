@@ -118,7 +118,7 @@ def scores(policy, groups, temperature) -> torch.Tensor:
     batch = collate(
         groups, torch.zeros(len(groups), len(groups[0].completions)), pad_id=policy.pad_id
     )
-    with torch.no_grad(), policy.inference():
+    with torch.no_grad(), policy.inference_mode():
         scored_BT, _ = CompletionScorer(policy.model, temperature)(*batch.scorer_inputs)
     return scored_BT[batch.completion_mask_BT]
 
