@@ -195,6 +195,6 @@ def test_rows_of_advantage_0_are_in_no_microbatch(packed):
     spare, _ = next(microbatches(second, 1000, packed=packed))
     assert (
         not spare.loss_mask_BT.any()
-        and not spare.counted_BT.any()
+        and not spare.is_counted_BT.any()
         and spare.completion_mask_BT.any()
     )

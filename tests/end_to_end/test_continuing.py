@@ -11,7 +11,7 @@ from conftest import ROOT, run_trainer, small_run
 from outputs import lines, states, weights
 from safetensors.torch import save_file
 
-from grpo.model import digest
+from grpo.model import file_digest
 from train_grpo import main
 
 
@@ -234,7 +234,7 @@ def test_of_a_large_file_blocks_are_read(tmp_path):
     megabytes = 100
     with open(path, "wb") as file:
         file.truncate(megabytes * 2**20)
-    found = {digest(path)}
+    found = {file_digest(path)}
     # the first block, the 33rd, the last
     for place in (
         0,
@@ -244,6 +244,6 @@ def test_of_a_large_file_blocks_are_read(tmp_path):
         with open(path, "r+b") as file:
             file.seek(place)
             file.write(b"x")
-        found.add(digest(path))
+        found.add(file_digest(path))
     os.truncate(path, megabytes * 2**20 - 1)
-    assert len(found | {digest(path)}) == 5
+    assert len(found | {file_digest(path)}) == 5

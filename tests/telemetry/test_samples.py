@@ -39,7 +39,7 @@ def records_of(completion: Completion, answer, prompt) -> list[dict]:
 def test_records_are_read_as_they_were_written(tmp_path):
     chat = [{"role": "user", "content": "2+2"}]
     turns = MultiTurnCompletion(
-        (7, 8), NASTY, True, logged={"why": NASTY, "n": 1}, loss_mask=(True, False)
+        (7, 8), NASTY, True, logged_columns={"why": NASTY, "n": 1}, loss_mask=(True, False)
     )
     records = records_of(turns, {"é": [70], "bytes": b"7"}, chat)
     write_samples(tmp_path / "a.parquet", records)
