@@ -47,7 +47,7 @@ class ForkedCache:
 
     Order of calls: one forward pass over the prompts (:meth:`store_prompts` in every layer),
     :meth:`fork`, then for every token :meth:`begin_token` and, in every layer, :meth:`attend`.
-    Between tokens rows may leave (:meth:`keep_rows`, :meth:`split`) and join (:meth:`add_rows`).
+    Between tokens rows may leave (:meth:`keep_rows`, :meth:`copy_rows`) and join (:meth:`add_rows`).
     :meth:`begin_tokens` begins several tokens at once.
     """
 
@@ -146,7 +146,7 @@ class ForkedCache:
             _replace(self.prompt_kv, lambda x_UKPD: x_UKPD[used_U])
         self._update_layout()
 
-    def split(self, rows: Sequence[int]) -> ForkedCache:
+    def copy_rows(self, rows: Sequence[int]) -> ForkedCache:
         """Return a copy of the cache with these rows only."""
         part = copy.copy(self)
         # keep_rows() replaces the values of these dictionaries, which are not to change here.
@@ -158,7 +158,7 @@ class ForkedCache:
     def add_rows(self, other: ForkedCache) -> None:
         """Append the rows of another cache. A prompt that both have is in memory once."""
         new = [u for u, ids in enumerate(other.prompt_ids) if ids not in self.prompt_ids]
-        # A new list, since copies of the cache by split() may hold this one.
+        # A new list, since copies of the cache by copy_rows() may hold this one.
         self.prompt_ids = self.prompt_ids + [other.prompt_ids[u] for u in new]
         new_lengths = other.prompt_lengths_U[new]
         self.prompt_lengths_U = torch.cat([self.prompt_lengths_U, new_lengths])

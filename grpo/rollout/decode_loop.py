@@ -1,24 +1,24 @@
 """The decode loop with continuous batching: waiting rows take the places of rows that have ended.
 
 A row is one completion. It waits until it may start. It is then active: decoded in one batch with
-other rows, one token at a time, until it ends at an EOS token, at a stop string or after T tokens.
-With tools a completion has several turns: a row that has ended a turn is paused until the tool has
-answered, and then active again. Active and paused rows are in flight. One pass of the loop
-(:func:`decode`) has these phases::
+other rows, one token at a time, until it ends at an EOS token, at a stop string or at T tokens.
+With tools a completion has several turns. A row that has ended a turn is paused while the tool
+works. It becomes active again together with the other paused rows, or ends there without an answer.
+Active and paused rows are in flight. One pass of the loop (:func:`decode`) has these phases::
 
-    come back    paused rows join the batch, with the tokens of their answers, if they are at least
-                 half of the rows in flight
+    come back    once at least half of the rows in flight are paused, the loop waits for all their
+                 answers, and the paused rows join the batch with the tokens of the answers
     start        waiting rows join the batch, as many as fit into memory beside those in flight
     draw         one token for each row of the batch, from the row's logits and a random number
-    end          rows end, or pause
-    take out     the batch drops the rows that have ended: not in each pass, but many at once
-    step         the model computes the drawn tokens, which gives the logits of the next tokens
+    end          active rows end or pause, and so become inactive
+    take out     the batch drops its inactive rows: not in each pass, but many at once
+    step         the model runs on the drawn tokens, which gives the logits of the next tokens
 
-Which rows share a batch depends on the tokens alone, and not on how long a tool takes: the loop
-waits for all answers before any row comes back. So rounding, which changes with the batch, is the
-same in every run.
+With the same settings, the tokens alone decide which rows share a batch, and not the time that a
+tool takes: the loop waits for all answers before any row comes back. So rounding, which changes
+with the batch, is the same in every run.
 
-R   rows, over all of the rollout         T   most tokens of a completion
+R   rows, over all of the rollout         T   limit of the tokens of a completion, with answers
 B   rows of the batch                     V   vocabulary
 b   place of a row in the batch
 """
@@ -42,16 +42,18 @@ from grpo.rollout.prefill import Decoder, Prompts
 from grpo.rollout.stops import Stops
 
 Prefill = Callable[[Prompts, int], tuple[Decoder, Tensor]]
-"""A function that computes the prompts of rows: :func:`grpo.rollout.prefill.prefill` of a policy.
+"""A function that runs the model on the prompts of rows: :func:`grpo.rollout.prefill.prefill` of a
+fixed policy.
 
-Its arguments are the prompts, and the most tokens of a completion in the KV cache. It returns a
-decoder, which holds the KV cache and computes further tokens, and the logits ``[B, V]`` of each
-row's first token."""
+Its arguments are the prompts, and a capacity: indices of the KV cache behind the longest prompt. A
+cache that rows cannot join grows by itself, without a capacity. The function returns a decoder,
+which holds the KV cache and runs the model on further tokens, and the logits ``[B, V]`` of each
+row's next token."""
 
 
-@dataclass(eq=False)
+@dataclass
 class Row:
-    """A completion that is being decoded: one turn, or several with an answer after each."""
+    """A completion that is being decoded: one turn, or several with an answer between each two."""
 
     number: int
     """Index among all rows of the rollout."""
@@ -65,7 +67,8 @@ class Row:
     finished: bool = False
     """True if the last turn ended at an EOS token or stop string, False if it was cut."""
     answer: Future[Sequence[int] | None] | None = None
-    """The answer to the last turn."""
+    """The answer to the latest turn that has ended. None before the first. Its result is None if
+    the completion ends with that turn."""
 
     def append_answer(self, answer: Sequence[int]) -> None:
         """Append the tokens of an answer, after which the next turn starts."""
@@ -75,7 +78,8 @@ class Row:
         self.turn_start = len(self.tokens)
 
     def completion(self, sampling: SamplingParams) -> Completion:
-        """The completion, without its text."""
+        """Return the completion. The caller decodes its text."""
+        # Greedy decoding has recorded zeros. Without a mask, all tokens are sampled ones.
         logprobs = () if sampling.is_greedy else tuple(self.logprobs)
         loss_mask = () if all(self.is_drawn) else tuple(self.is_drawn)
         return Completion(
@@ -90,7 +94,8 @@ class Row:
 class _Batch:
     """The rows that are decoded together.
 
-    A row that ends keeps its place, and is computed with the others, until :meth:`keep_active`.
+    A row that ends or pauses becomes inactive. It keeps its place, and is computed with the others,
+    until :meth:`keep_active`.
     """
 
     def __init__(
@@ -101,17 +106,19 @@ class _Batch:
     ):
         self.rows = rows
         self.decoder = decoder
+        """None only in a batch without rows."""
         self.logits_BV = logits_BV
-        """Logits of the next token of each row."""
+        """Logits of the next token of each row. None only in a batch without rows."""
         self.next_index = [len(row.tokens) for row in rows]
-        """Index of the next token of each row. It also advances in rows that have ended."""
+        """Index of the next token of each row. It also advances in inactive rows, on which the
+        model runs as well."""
         self.active = list(range(len(rows)))
-        """Places of the rows that have not ended."""
+        """Places of the rows that have neither ended nor paused."""
 
     def joined(self, new: _Batch) -> _Batch:
-        """Return a batch of the active rows of this one, and of the rows of a new one.
+        """Return a batch with the active rows of this one and the rows of a new one.
 
-        Neither may be used afterwards.
+        Only the result may be used afterwards.
         """
         if not new.rows:
             return self
@@ -130,14 +137,14 @@ class _Batch:
         """Draw a token for every row, and append those of active rows. Returns all, ``[B]``."""
         u_B = None
         if uniforms_RT is not None:
-            # The random number of a token is fixed by its row and its index. So the token depends
-            # neither on the other rows of the batch nor on when its row started.
+            # The random number of a token is fixed by its row and its index. So it depends neither
+            # on the other rows of the batch nor on when its row started.
             numbers = [row.number for row in self.rows]
             u_B = uniforms_RT[numbers, self.next_index]
         token_B, logprob_B = draw_tokens(self.logits_BV, u_B, sampling)
         self.next_index = [index + 1 for index in self.next_index]
 
-        # One transfer from the device for all rows.
+        # Each a single transfer from the device, not one per row.
         tokens = token_B.tolist()
         logprobs = logprob_B.tolist()
         for b in self.active:
@@ -150,25 +157,30 @@ class _Batch:
     def end_rows(self, stops: Stops, T: int) -> list[int]:
         """Make rows inactive if their turn has ended, or if they have T tokens.
 
-        Returns the places of the rows whose turn has ended, which may go on after an answer.
+        Returns the places of the rows whose turn has ended, at an EOS token or a stop string. They
+        may go on after an answer, except for those that also have T tokens.
         """
         active = []
-        finished = []
+        ended_turn = []
         for b in self.active:
             row = self.rows[b]
-            # Not before the turn: a stop string in an answer ends nothing.
+            # Only the last tokens can hold a new stop string. The search does not go back before
+            # the turn: a stop string in an answer ends nothing.
             first = max(row.turn_start, len(row.tokens) - stops.search_length)
             last_tokens = row.tokens[first:]
             row.finished = stops.has_ended(last_tokens)
             if row.finished:
-                finished.append(b)
+                ended_turn.append(b)
             elif len(row.tokens) < T:
                 active.append(b)
         self.active = active
-        return finished
+        return ended_turn
 
     def keep_active(self) -> list[int]:
-        """Drop the rows that are not active. Returns the places that the others had."""
+        """Drop the inactive rows. Returns the places that the active ones had.
+
+        The logits are left to the caller, who may need none of them any more.
+        """
         places = self.active
         self.decoder.keep_rows(places)
         self.rows = [self.rows[b] for b in places]
@@ -178,7 +190,7 @@ class _Batch:
 
 
 def _prefilled(rows: list[Row], prefill: Prefill, capacity: int) -> _Batch:
-    """Compute all tokens that these rows have, and return a batch of the rows."""
+    """Run the model on all tokens that these rows have, and return a batch of the rows."""
     prefixes = [(*row.prompt, *row.tokens) for row in rows]
     decoder, logits_BV = prefill(prefixes, capacity)
     return _Batch(rows, decoder, logits_BV)
@@ -190,8 +202,9 @@ class _PausedRows:
     def __init__(self):
         self.rows = []
         self.decoder = None
-        """The decoder with their KV cache, if rows can join a batch. Otherwise the cache is
-        computed again, from all their tokens, when they come back."""
+        """The decoder with their KV cache. None if no row has paused yet, and always if rows cannot
+        join: rows that pause at different times could not get into one cache. It is then computed
+        again, from all their tokens, when they come back."""
 
     def pause(
         self,
@@ -203,7 +216,7 @@ class _PausedRows:
         """Take over the rows at these places in the batch, and ask for their answers."""
         if rows_can_join:
             # A copy of their keys and values, since the batch is going to drop its own.
-            part = batch.decoder.split(places)
+            part = batch.decoder.copy_rows(places)
             if self.decoder is None:
                 self.decoder = part
             else:
@@ -224,8 +237,8 @@ class _PausedRows:
             if answer is not None:  # else the completion ends with this turn
                 places.append(place)
                 rows.append(row)
-                # The last token of the turn was drawn, but the row paused before the step that
-                # would have computed it.
+                # The turn's last token was drawn, but the row paused before the step on it. It is
+                # read before the answer is appended.
                 new_tokens.append([row.tokens[-1], *answer])
                 row.append_answer(answer)
 
@@ -248,7 +261,8 @@ def num_admissible(
 
     A row takes ``longest prompt + capacity`` tokens of KV cache, and all rows together take at most
     ``tokens_in_flight``. Groups are neighbouring rows with equal prompts. Only whole groups start,
-    so that each prompt is computed once.
+    so that each prompt is computed once. The exception to both: with nothing in flight, a group
+    that does not fit starts in parts.
     """
     if sampling.tokens_in_flight is None:
         return len(waiting)
@@ -263,8 +277,8 @@ def num_admissible(
         if size > room:
             if in_flight or count:
                 return count
-            # A group too large for the memory starts in parts, of at least one row: otherwise no
-            # row would ever start.
+            # Nothing is in flight, so this group will never have more room. As many of its rows
+            # start as fit, and one in any case: otherwise no row would ever start.
             return max(room, 1)
         count += size
     return count
@@ -282,26 +296,28 @@ def decode(
     """Decode every row to its end, as many at once as ``tokens_in_flight`` allows.
 
     Args:
-        policy: its tokenizer and EOS tokens are used here; the model is in ``prefill``.
-        prefill: computes prompts, and returns the decoder that continues them.
+        policy: says which tokens end a turn, and if rows can join. ``prefill`` runs the model.
+        prefill: runs the model on prompts, and returns the decoder that continues them.
         prompts: the prompt of each row, those of one group beside each other.
         uniforms_RT: ``[R, T]`` random numbers in [0, 1), one per token, on the policy's device.
-            None: greedy decoding.
+            None exactly if ``sampling`` is greedy.
         sampling: ``max_completion_length`` is T.
         on_tokens: called with the number of tokens drawn since its last call.
         replies: called with a row's number and the tokens of its turn. Returns a future of the
-            answer's tokens, or of None if the completion ends with this turn. Without ``replies``
-            each completion is one turn.
+            answer's tokens, which leave room for one more token at least, or of None if the
+            completion ends with this turn. Without ``replies`` each completion is one turn.
     """
     T = sampling.max_completion_length
     stops = Stops(policy, sampling.stop)
-    # Models that cannot be packed have a KV cache that rows cannot join. Their rows start and come
-    # back only when no row is active.
+    # Rows can join a ForkedCacheDecoder, which is for models that can be packed. With any other
+    # model, rows start and come back only when no row is active.
     rows_can_join = packing_enabled(policy.model)
     capacity = T
-    if rows_can_join and num_admissible(prompts, [], sampling, T) < len(prompts):
-        # Rows that join later start at a later index of the cache. When the cache is full, it is
-        # copied to free the indices at its beginning; with a margin this happens less often.
+    some_must_wait = num_admissible(prompts, [], sampling, T) < len(prompts)
+    if rows_can_join and some_must_wait:
+        # All rows write at the same index of the cache, so a row that joins later starts at a later
+        # index. When all indices are used, the cache is copied to free those at its beginning. A
+        # margin makes this rarer; any margin would be right.
         capacity += T // 8 + 1
 
     rows = [Row(number, prompt) for number, prompt in enumerate(prompts)]
@@ -309,9 +325,10 @@ def decode(
     batch = _Batch([])
     paused = _PausedRows()
     while True:
-        # Come back. With fewer than half of the rows in flight, the loop would wait for tools more
-        # often; with more, it would decode smaller batches.
-        half_have_paused = len(paused.rows) >= max(len(batch.active), 1)
+        # Come back. With a smaller fraction than half, the loop would wait for tools more often;
+        # with a larger one, it would decode smaller batches.
+        num_paused = len(paused.rows)
+        half_have_paused = num_paused > 0 and num_paused >= len(batch.active)
         if half_have_paused and (rows_can_join or not batch.active):
             batch = batch.joined(paused.come_back(prefill, capacity))
             paused = _PausedRows()
@@ -325,30 +342,32 @@ def decode(
             if count:
                 new_rows = rows[num_started : num_started + count]
                 num_started += count
-                # The new batch gets no name, which would keep its KV cache in memory after it was
-                # copied into the other.
+                # Not assigned to a variable, which would keep the new batch's KV cache in memory
+                # after it was copied into the other.
                 batch = batch.joined(_prefilled(new_rows, prefill, capacity))
+        # Without an active row, all paused ones have come back, and at least one waiting row has
+        # started. So all have ended.
         if not batch.active:
             return rows
 
-        # Draw, and end. A row's last token is drawn and never computed, since no token follows it.
+        # Draw, and end. The last token of a completion needs no step, since no token follows it.
         token_B = batch.draw(uniforms_RT, sampling)
         if on_tokens:
             on_tokens(len(batch.active))
-        finished = batch.end_rows(stops, T)
-        if replies and finished:
-            paused.pause(batch, finished, replies, rows_can_join)
+        ended_turn = batch.end_rows(stops, T)
+        if replies and ended_turn:
+            paused.pause(batch, ended_turn, replies, rows_can_join)
         if not batch.active:
             continue
 
-        # Take out. This copies the KV cache, so ended rows are computed with the others until there
+        # Take out. This copies the KV cache, so the model also runs on inactive rows until there
         # are enough of them. Two things cannot wait: a full cache, to which no token can be added
-        # before it is copied; and a row at index T, which has no further random number and whose
-        # next position may exceed the context.
-        num_ended = len(batch.rows) - len(batch.active)
-        enough = int(len(batch.rows) * batch.decoder.min_ended_fraction)
+        # before it is copied; and an inactive row whose next index is T, which has no random number
+        # left and whose next position may exceed the context.
+        num_inactive = len(batch.rows) - len(batch.active)
+        min_inactive = int(len(batch.rows) * batch.decoder.min_ended_fraction)
         must_take_out = batch.decoder.is_full or max(batch.next_index) == T
-        if must_take_out or num_ended >= max(enough, 1):
+        if must_take_out or num_inactive >= max(min_inactive, 1):
             places = batch.keep_active()
             token_B = token_B[places]
 
