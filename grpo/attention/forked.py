@@ -47,7 +47,8 @@ class ForkedCache:
 
     Order of calls: one forward pass over the prompts (:meth:`store_prompts` in every layer),
     :meth:`fork`, then for every token :meth:`begin_token` and, in every layer, :meth:`attend`.
-    Between tokens rows may leave (:meth:`keep_rows`, :meth:`copy_rows`) and join (:meth:`add_rows`).
+    Between tokens rows may leave (:meth:`keep_rows`), join (:meth:`add_rows`), or be copied
+    (:meth:`copy_rows`).
     :meth:`begin_tokens` begins several tokens at once.
     """
 
