@@ -1,18 +1,21 @@
 """Log-probabilities of completion tokens, without all the logits in memory at once.
 
     B   rows                              V   vocabulary
-    T   completion tokens of a row        H   size of a hidden state
-    S   prompt and completion tokens      M   tokens of a packed sequence, prompts among them
-    N   completion tokens of all rows     n   completion tokens of one chunk
+    T   tokens of the longest completion  H   size of a hidden state
+    S   tokens of prompt and completion   L   positions that the backbone computes
+    N   scored tokens of all rows         M   completion tokens, with those of tools between them
+    P   N rounded up, with padding        n   tokens of one chunk
 
-All of this file computes four formulas, from the logits z_v of a token over the vocabulary, divided
-by the sampling temperature:
+The tokens that the model sampled are scored. This file computes four formulas from z_v, the logits
+of the position that predicts a token, over the vocabulary, divided by the sampling temperature:
 
     normalizer         log Z = log sum_v exp(z_v)
     log-probability    lp = z_label - log Z
     entropy            h = - sum_v p_v log p_v = log Z - sum_v p_v z_v,      p_v = exp(z_v - log Z)
     gradient           d lp / d z_v = [v = label] - p_v
 """
+
+import math
 
 import torch
 import torch.nn.functional as F
@@ -37,8 +40,9 @@ def logprobs_from_logits(logits_BTV: Tensor, labels_BT: Tensor, temperature: flo
             ``labels_BT[:, t]``.
         labels_BT: ``[B, T]`` at each position the *next* token of the sequence, or ``-100`` where
             nothing is scored.
-        temperature: the sampling temperature, above 0: the result is the probability with which the
-            token was drawn. Without it, the policy that is trained is not the one that sampled.
+        temperature: the sampling temperature, above 0. The result is then the log-probability with
+            which the token was drawn. With another temperature, the policy that is trained would
+            not be the one that sampled.
 
     Returns:
         ``[B, T]`` in fp32 (float64 for float64 logits), in nats; 0.0 at ``-100``.
@@ -72,34 +76,46 @@ class CompletionScorer(nn.Module):
         super().__init__()
         self.model = model
         self.temperature = temperature
-        # Off, every model is scored right. grpo.rollout.check_model switches both on for models of
-        # which the log-probs stay the same.
+        # With both False, every model is scored right. At the start of a run,
+        # grpo.rollout.check_model sets each to True if the log-probs of the model stay the same.
         self.has_plain_head = False
         """True if the logits are the head's product with the last hidden state, and nothing else.
 
-        The head is then computed in chunks."""
+        Then the head is applied outside of the model, to the scored tokens only, in chunks."""
         self.is_packed = False
-        """True if each prompt is computed once per group instead of once per completion."""
+        """True if each prompt is computed once per group instead of once per completion.
+
+        This needs a plain head: here too, the head is applied outside of the model."""
 
     def detect_plain_head(self, ids_BS: Tensor) -> None:
-        """Set ``has_plain_head`` by a forward pass over the token ids ``[B, S]``.
+        """Set ``has_plain_head`` by two forward passes over the token ids ``[B, S]``.
 
-        It stays False for models that scale or cap their logits (Gemma 2, Cohere, Granite), that
-        have no separate backbone, or whose head computes another product than ``nn.Linear``.
+        Call it in evaluation mode, since dropout would differ between the passes, and without
+        gradient. The first pass computes the backbone alone. The second computes the model, where a
+        hook reads the head's output and replaces it with a ramp of known numbers. The head is plain
+        if both hold:
+
+        - Its output is the product of its weight and the backbone's hidden states.
+        - The model returns the ramp as it is.
+
+        ``has_plain_head`` stays False for models that scale or cap their logits (Gemma 2, Cohere,
+        Granite), that have no separate backbone, or whose head computes another product than
+        ``nn.Linear``.
         """
         backbone = self.model.base_model
         head = self.model.get_output_embeddings()
         if backbone is self.model or not isinstance(head, nn.Linear):
             return
         hidden_BSH = backbone(input_ids=ids_BS, use_cache=False).last_hidden_state
-        outputs = []
+        head_outputs = []
+        ramps = []
 
         def replace_output(module: nn.Module, inputs: tuple, output: Tensor) -> Tensor:
-            outputs.append(output)
+            head_outputs.append(output)
             # From -1000 to 1000: a cap at 30 would not change small logits.
             ramp_V = torch.linspace(-1000.0, 1000.0, output.shape[-1])
             ramp_BSV = ramp_V.to(output).expand_as(output)
-            outputs.append(ramp_BSV)
+            ramps.append(ramp_BSV)
             return ramp_BSV
 
         hook = head.register_forward_hook(replace_output)
@@ -107,14 +123,14 @@ class CompletionScorer(nn.Module):
             logits_BSV = self.model(input_ids=ids_BS, use_cache=False).logits
         finally:
             hook.remove()
-        output_BSV, ramp_BSV = outputs
+        (output_BSV,) = head_outputs
+        (ramp_BSV,) = ramps
 
-        # Before the head: is its output the product of its weight and the last hidden state? The
-        # weight is cast, because it may be stored in bf16.
+        # The weight is cast, because it may be stored in bf16. The tolerance lies far above what
+        # rounding in fp32 changes, and far below a scale such as Cohere's 1/16.
         weight_VH, bias_V = _cast_head(hidden_BSH.dtype, head.weight, head.bias)
         expected_BSV = F.linear(hidden_BSH, weight_VH, bias_V).float()
         is_product = torch.allclose(expected_BSV, output_BSV.float(), rtol=1e-3, atol=1e-4)
-        # Behind the head: does the model return its output as it is?
         is_returned = torch.equal(logits_BSV.float(), ramp_BSV.float())
         self.has_plain_head = is_product and is_returned
 
@@ -128,20 +144,20 @@ class CompletionScorer(nn.Module):
         """Score the completions of right-padded sequences.
 
         Args:
-            sequence_ids_BS: ``[B, S]`` prompt, then completion, then padding of any value.
+            sequence_ids_BS: ``[B, S]`` prompt, then completion, then padding with any token id.
             prompt_lengths_B: ``[B]`` tokens of each prompt.
             completion_mask_BT: ``[B, T]`` True at the tokens of each completion that are scored. A
                 completion ends with the last of them. Tokens of tools may lie between them.
-            group_B: ``[B]`` group of each row, if ``packed``. Rows of one group have the same
-                prompt.
+            group_B: ``[B]`` group of each row, used if ``is_packed``. Rows of one group have the
+                same prompt. Default: each prompt is computed once per completion.
 
         Returns:
             ``(logprobs_BT, entropies_BT)`` in fp32, in nats, 0.0 outside of the mask. Entropies are
             without gradient.
         """
-        # Token t of a completion stands at prompt_length + t, and is predicted by the logits of the
-        # position before it: by the last token of the prompt, for t = 0. Positions are those of the
-        # flat batch, [B * S].
+        # Token t of a completion stands at prompt_length + t in its row. Positions are those of the
+        # flat batch, [B * S]. Behind a short completion they run on into the next row, or past the
+        # last: the mask drops these.
         B, S = sequence_ids_BS.shape
         T = completion_mask_BT.shape[1]
         device = sequence_ids_BS.device
@@ -149,11 +165,11 @@ class CompletionScorer(nn.Module):
         positions_BT = starts_B[:, None] + torch.arange(T, device=device)
         positions_N = positions_BT[completion_mask_BT]
         labels_N = sequence_ids_BS.flatten()[positions_N]
-        predictor_N = positions_N - 1
 
-        # Only these N positions meet the head, whose logits are most of the memory: neither prompts
-        # nor padding. No attention mask is needed: in a causal model, what follows a token has no
-        # influence on it.
+        # A token is predicted by the position before it: the first of a completion by the last of
+        # its prompt. A plain head is applied to these N predictors alone, neither to prompts nor to
+        # padding, because its logits are most of the memory. No attention mask is needed: in a
+        # causal model, what follows a token has no influence on it.
         backbone = self.model.base_model
         if self.is_packed and group_B is not None:
             lengths_B = completion_lengths(completion_mask_BT)
@@ -163,20 +179,23 @@ class CompletionScorer(nn.Module):
                 lengths_B.tolist(),
                 group_B.tolist(),
             )
-            hidden_MH = packed_hidden(backbone, packed)
-            # `packed.predictor_M` has all tokens of the completions, those of tools among them.
-            in_completion_BT = completion_mask(completion_mask_BT, lengths_B)
-            is_scored_M = completion_mask_BT[in_completion_BT]
+            hidden_LH = packed_hidden(backbone, packed)
+            # `packed.predictor_M` is in the order of the batch, as `labels_N` is, and has the
+            # tokens of tools too. `is_completion_BT` is True at these, `completion_mask_BT` only at
+            # scored tokens.
+            is_completion_BT = completion_mask(positions_BT, lengths_B)
+            is_scored_M = completion_mask_BT[is_completion_BT]
             predictor_N = packed.predictor_M[is_scored_M]
-            scored = self._score_hidden(hidden_MH, predictor_N, labels_N)
+            scored = self._score_hidden(hidden_LH, predictor_N, labels_N)
         elif self.has_plain_head:
             hidden_BSH = backbone(input_ids=sequence_ids_BS, use_cache=False).last_hidden_state
-            hidden_MH = hidden_BSH.flatten(0, 1)
-            scored = self._score_hidden(hidden_MH, predictor_N, labels_N)
+            hidden_LH = hidden_BSH.flatten(0, 1)
+            scored = self._score_hidden(hidden_LH, positions_N - 1, labels_N)
         else:
+            # The model applies its head by itself, to all positions.
             logits_BSV = self.model(input_ids=sequence_ids_BS, use_cache=False).logits
-            logits_NV = logits_BSV.flatten(0, 1)[predictor_N]
-            scored = score_logits(logits_NV, labels_N, self.temperature)
+            logits_LV = logits_BSV.flatten(0, 1)
+            scored = score_logits(logits_LV[positions_N - 1], labels_N, self.temperature)
 
         logprobs_N, entropies_N = scored
         zeros_BT = logprobs_N.new_zeros(B, T)
@@ -186,45 +205,51 @@ class CompletionScorer(nn.Module):
 
     def _score_hidden(
         self,
-        hidden_MH: Tensor,
+        hidden_LH: Tensor,
         predictor_N: Tensor,
         labels_N: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies ``[N]`` of labels, from the hidden states that predict them.
 
-        ``predictor_N`` are indices into ``hidden_MH``.
+        ``predictor_N`` are indices into ``hidden_LH``.
         """
         # Padded to one of few sizes, because each micro-batch has another number of tokens, and the
-        # CPU's kernels keep memory for each shape.
+        # CPU's kernels keep memory for each shape. The padding scores label 0 at position 0, and
+        # the last line drops these scores.
         N = len(predictor_N)
         padding = (0, round_up_to_bucket(N) - N)
-        hidden_NH = hidden_MH[F.pad(predictor_N, padding)]
-        labels_N = F.pad(labels_N, padding)
+        hidden_PH = hidden_LH[F.pad(predictor_N, padding)]
+        labels_P = F.pad(labels_N, padding)
 
-        # Rounded up, so that a chunk has 32 MiB or more also in bf16. From there on, glibc maps
-        # memory and gives it back, and smaller blocks would leave holes in the heap.
+        # On a CPU a chunk has at least 32 MiB, also in bf16: hence rounded up. Blocks of memory of
+        # that size are returned to the system one by one. Smaller ones would leave holes in the
+        # heap of glibc.
         head = self.model.get_output_embeddings()
-        device_type = hidden_NH.device.type
+        device_type = hidden_PH.device.type
         num_logits = LOGITS_PER_CHUNK_ON_CUDA if device_type == "cuda" else LOGITS_PER_CHUNK
-        n = -(-num_logits // len(head.weight))
-        if len(hidden_NH) <= n:
-            logits_NV = head(hidden_NH)
-            scored = _ScoreLogits.apply(logits_NV, labels_N, self.temperature)
+        vocabulary_size = len(head.weight)
+        n = math.ceil(num_logits / vocabulary_size)
+        if len(hidden_PH) <= n:
+            # All logits fit into one chunk. They are kept for the backward pass, which need not
+            # compute them again.
+            logits_PV = head(hidden_PH)
+            scored = _ScoreLogits.apply(logits_PV, labels_P, self.temperature)
         else:
+            # Chunks are computed without autocast, in the dtype that autocast would choose.
             dtype = head.weight.dtype
             if torch.is_autocast_enabled(device_type):
                 dtype = torch.get_autocast_dtype(device_type)
             scored = _ScoreHiddenInChunks.apply(
-                hidden_NH,
+                hidden_PH,
                 head.weight,
                 head.bias,
-                labels_N,
+                labels_P,
                 self.temperature,
                 n,
                 dtype,
             )
-        logprobs_N, entropies_N = scored
-        return logprobs_N[:N], entropies_N[:N]
+        logprobs_P, entropies_P = scored
+        return logprobs_P[:N], entropies_P[:N]
 
 
 def score_logits(
@@ -236,8 +261,8 @@ def score_logits(
 
     Entropies are without gradient.
     """
-    # By PyTorch's own functions, which are right for any logits. Where one of them is -inf, entr(0)
-    # is 0, while p * z in _score would be NaN.
+    # By PyTorch's own functions, which are right for any logits. A logit of -inf has p = 0 and
+    # entr(0) = 0, while p * z in _score would be NaN.
     logprobs_N = logprobs_from_logits(logits_NV, labels_N, temperature)
     with torch.no_grad():
         scaled_NV = logits_NV.detach().to(logprobs_N.dtype) / temperature
@@ -247,11 +272,11 @@ def score_logits(
 
 
 class _ScoreLogits(torch.autograd.Function):
-    """:func:`score_logits` for finite logits, with a backward pass written by hand."""
+    """:func:`score_logits` for finite logits and labels without -100; backward pass by hand."""
 
-    # Autograd would keep a dozen tensors [N, V] for softmax, log-softmax and entropy: at V = 4,104
-    # a sixth of an update's time, and most of its memory. As p_v = exp(z_v - log Z), the logits and
-    # one number per token are enough.
+    # Forward and backward together take half of autograd's time (2,000 tokens, V = 4,104, on a
+    # CPU). As p_v = exp(z_v - log Z), the backward pass needs the logits in their own dtype and one
+    # number per token, where autograd would keep log-softmax in fp32.
 
     @staticmethod
     def forward(ctx, logits_NV, labels_N, temperature):
@@ -264,9 +289,18 @@ class _ScoreLogits(torch.autograd.Function):
         ctx.mark_non_differentiable(entropies_N)
         return logprobs_N, entropies_N
 
+    # Log Z was saved as a constant, so a second derivative would be wrong: PyTorch refuses it.
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx, grad_N, _):
-        grad_NV = _logits_gradient(*ctx.saved_tensors, grad_N, ctx.temperature)
+        logits_NV, labels_N, normalizers_N = ctx.saved_tensors
+        grad_NV = _logits_gradient(
+            logits_NV,
+            labels_N,
+            normalizers_N,
+            grad_N,
+            ctx.temperature,
+        )
         return grad_NV, None, None
 
 
@@ -276,15 +310,14 @@ class _ScoreHiddenInChunks(torch.autograd.Function):
         logits = hidden W^T + bias
         d / d hidden = g W,      d / d W = g^T hidden,      d / d bias = sum_tokens g
 
-    g is the gradient of the logits. ``dtype`` is that of the products.
+    g is the gradient of the logits. ``dtype`` is that of the three matrix products.
     """
 
     # All logits together can take tens of GiB at a vocabulary of 150,000. So no pass keeps them:
-    # the backward pass computes those of a chunk again, at the price of a fourth matrix product.
+    # the backward pass computes those of a chunk again, which is a fourth matrix product.
     #
-    # Autograd with checkpointing would do the same, but would cast the head's weight in each chunk,
-    # and add up the chunks' gradients of it in bf16, which loses small ones. Here they are added up
-    # in the weight's own dtype.
+    # Autograd with checkpointing would compute the same, but under autocast would add up the
+    # chunks' gradients of W in bf16, which loses small ones. Here they are added up in W's dtype.
 
     @staticmethod
     def forward(
@@ -303,14 +336,16 @@ class _ScoreHiddenInChunks(torch.autograd.Function):
 
         scored = []
         with torch.autocast(hidden_NH.device.type, enabled=False):
-            head = _cast_head(dtype, weight_VH, bias_V)
+            cast_weight_VH, cast_bias_V = _cast_head(dtype, weight_VH, bias_V)
             for start in range(0, len(hidden_NH), n):
                 chunk = slice(start, start + n)
                 hidden_nH = hidden_NH[chunk].to(dtype)
-                logits_nV = F.linear(hidden_nH, *head)
+                logits_nV = F.linear(hidden_nH, cast_weight_VH, cast_bias_V)
                 scored.append(_score(logits_nV, labels_N[chunk], temperature))
-        outputs = zip(*scored, strict=True)
-        logprobs_N, entropies_N, normalizers_N = map(torch.cat, outputs)
+        logprobs, entropies, normalizers = zip(*scored, strict=True)
+        logprobs_N = torch.cat(logprobs)
+        entropies_N = torch.cat(entropies)
+        normalizers_N = torch.cat(normalizers)
         ctx.save_for_backward(
             hidden_NH,
             weight_VH,
@@ -326,15 +361,17 @@ class _ScoreHiddenInChunks(torch.autograd.Function):
     def backward(ctx, grad_N, _):
         hidden_NH, weight_VH, bias_V, labels_N, normalizers_N = ctx.saved_tensors
         grad_hidden_NH = torch.empty_like(hidden_NH)
-        # Under LoRA the head is frozen, and its gradient would be as large as the head.
-        grad_weight_VH = torch.zeros_like(weight_VH) if ctx.needs_input_grad[1] else None
+        # Under LoRA the head is frozen, and the gradient of its weight would be as large as the
+        # weight. That of the bias is small, and is always computed.
+        _, needs_grad_weight, *_ = ctx.needs_input_grad
+        grad_weight_VH = torch.zeros_like(weight_VH) if needs_grad_weight else None
         grad_bias_V = None if bias_V is None else torch.zeros_like(bias_V)
         with torch.autocast(grad_N.device.type, enabled=False):
-            head = _cast_head(ctx.dtype, weight_VH, bias_V)
+            cast_weight_VH, cast_bias_V = _cast_head(ctx.dtype, weight_VH, bias_V)
             for start in range(0, len(hidden_NH), ctx.n):
                 chunk = slice(start, start + ctx.n)
                 hidden_nH = hidden_NH[chunk].to(ctx.dtype)
-                logits_nV = F.linear(hidden_nH, *head)
+                logits_nV = F.linear(hidden_nH, cast_weight_VH, cast_bias_V)
                 grad_nV = _logits_gradient(
                     logits_nV,
                     labels_N[chunk],
@@ -342,7 +379,7 @@ class _ScoreHiddenInChunks(torch.autograd.Function):
                     grad_N[chunk],
                     ctx.temperature,
                 )
-                grad_hidden_NH[chunk] = grad_nV @ head[0]
+                grad_hidden_NH[chunk] = grad_nV @ cast_weight_VH
                 if grad_weight_VH is not None:
                     grad_weight_VH += grad_nV.T @ hidden_nH
                 if grad_bias_V is not None:
@@ -370,24 +407,27 @@ def _score(
 
         log Z = log sum_v exp(z_v)
         lp = z_label - log Z
-        h = log Z - sum_v p_v z_v = - sum_v p_v log p_v
+        h = log Z - sum_v p_v z_v              from the logits
+          = - sum_v p_v log p_v                from the log-probs
 
-    The logits z are divided by the temperature.
+    z are the logits divided by the temperature. The two forms of h differ in rounding alone.
     """
     scaled_NV = _divide_by_temperature(logits_NV, temperature)
     normalizers_N = scaled_NV.logsumexp(dim=-1)
     label_logits_N1 = scaled_NV.gather(1, labels_N[:, None])
     logprobs_N = label_logits_N1[:, 0] - normalizers_N
 
+    # Either form makes one more tensor [N, V], the largest of a pass.
     if scaled_NV is logits_NV:
-        # The backward pass reads these logits, so they stay as they are. The first form of h needs
-        # only the probabilities beside them. Rounding must not make it negative.
+        # Temperature 1 in fp32: the logits were not copied. The backward pass of _ScoreLogits reads
+        # them, so they must not be overwritten, and h comes from the logits. Where h is near 0,
+        # rounding can make the difference negative: hence the clamp.
         probs_NV = (scaled_NV - normalizers_N[:, None]).exp_()
         mean_logits_N = torch.linalg.vecdot(probs_NV, scaled_NV)
         entropies_N = (normalizers_N - mean_logits_N).clamp(min=0)
     else:
-        # The scaled logits are a copy, and may be overwritten. A low temperature makes them large,
-        # and the difference above would be lost in rounding: hence the second form.
+        # A copy, which the log-probs overwrite. At a low temperature z and log Z are large, and
+        # their difference would lose h in rounding: so h comes from the log-probs.
         all_logprobs_NV = scaled_NV.sub_(normalizers_N[:, None])
         entropies_N = -torch.linalg.vecdot(all_logprobs_NV.exp(), all_logprobs_NV)
     return logprobs_N, entropies_N, normalizers_N
@@ -402,27 +442,30 @@ def _logits_gradient(
 ) -> Tensor:
     """Gradient ``[N, V]`` of the logits, in their dtype, from the gradient of the log-probs.
 
-        grad_v = ([v = label] - p_v) / temperature * grad,      p_v = exp(z_v - log Z)
+        grad_v = ([v = label] - p_v) * grad / temperature,      p_v = exp(z_v - log Z)
 
     ``normalizers_N`` are log Z, ``grad_N`` is grad.
     """
-    # In place, in the tensor of p: first - p_v * grad for all v, then + grad at the label. Another
-    # tensor [N, V] would raise the peak of memory.
-    grad_N = grad_N / temperature
+    scaled_grad_N = grad_N / temperature
     scaled_NV = _divide_by_temperature(logits_NV, temperature)
-    logprobs_NV = scaled_NV - normalizers_N[:, None]
-    grad_NV = logprobs_NV.exp_().mul_(-grad_N[:, None])
-    grad_NV.scatter_add_(1, labels_N[:, None], grad_N[:, None])
+    # In place from here on, because another tensor [N, V] would raise the peak of memory: p, then
+    # - p * grad for all v, then + grad at the label.
+    grad_NV = (scaled_NV - normalizers_N[:, None]).exp_()
+    grad_NV.mul_(-scaled_grad_N[:, None])
+    grad_NV.scatter_add_(1, labels_N[:, None], scaled_grad_N[:, None])
     return grad_NV.to(logits_NV.dtype)
 
 
 def _divide_by_temperature(logits_NV: Tensor, temperature: float) -> Tensor:
-    """Return z, the logits over the temperature, in fp32 or wider."""
+    """Return z, the logits over the temperature, in fp32 or wider.
+
+    At temperature 1, logits in fp32 or wider are returned as they are, not as a copy: a caller must
+    not overwrite the result then.
+    """
     # bf16 has 8 significant bits: log-probs between -4 and -8 would be multiples of 1/32, and the
     # ratios exp(lp - old) wrong by up to 3%, at bounds of 20%.
     dtype = torch.promote_types(logits_NV.dtype, torch.float32)
     logits_NV = logits_NV.to(dtype)
-    # The same tensor at temperature 1, without a copy of the largest tensor of a pass.
     if temperature == 1.0:
         return logits_NV
     return logits_NV / temperature

@@ -1,18 +1,32 @@
 """The policy loss as a sum over completions, and the denominator that turns the sum into a mean.
 
     B   rows, one completion each         A_B1        advantage of each row, a constant
-    T   tokens of the longest one         ratio_BT    probability now over probability when sampled
-                                          mask_BT     True at the tokens that are trained on
+    T   tokens of the longest one         ratio_BT    importance ratio: probability now / old
+    N   tokens of all rows                mask_BT     the mask m: True at the tokens to train on
 
-A suffix of ``1`` is an axis of size 1, which broadcasts. All functions are pure.
+A suffix of ``1`` is an axis of size 1, which broadcasts. All functions are pure. ``mean_t x_bt`` is
+the mean over the tokens of the mask, ``sum_t m_bt x_bt / sum_t m_bt``.
 
-Sum and denominator are two functions, because a mean over the optimizer step is no mean of means:
+There are three log-probs of each token, and with a reference model a fourth:
 
-    (sum_1 + sum_2) / (N_1 + N_2)  !=  (sum_1 / N_1 + sum_2 / N_2) / 2       unless N_1 = N_2
+    lp          logprobs_BT             under the policy now, with gradient
+    old         old_logprobs_BT         under the policy before the first update of this step,
+                                        computed by the trainer
+    sampling    sampling_logprobs_BT    as reported by the sampler (engine) that drew the token
+    ref         ref_logprobs_BT         under the frozen reference model
 
-On the right, the N_1 tokens of a small micro-batch or rank weigh more than the N_2 of a large one,
-and the update depends on how the batch is cut. So the caller first counts N over the whole
-optimizer step and all ranks, then divides the sum of each micro-batch by that N.
+old and sampling have the same weights, but a sampler such as vLLM rounds in another way. The
+objective ``dppo_tv`` takes sampling in place of old.
+
+Sum and denominator are two functions, because a mean over the optimizer step is no mean of means.
+If D_i is the denominator of micro-batch i alone,
+
+    (sum_1 + sum_2) / (D_1 + D_2)  !=  (sum_1 / D_1 + sum_2 / D_2) / 2       unless D_1 = D_2
+
+On the right, each token of the micro-batch with the smaller denominator weighs more, so the update
+depends on how the batch is cut into micro-batches and ranks. Therefore the caller first adds up
+the denominator D over the whole optimizer step and all ranks, and then divides the sum of each
+micro-batch by D.
 """
 
 from collections.abc import Callable
@@ -32,20 +46,23 @@ from grpo.algorithm.choices import (
 )
 
 Bounds = tuple[float, float]
-"""Least and greatest importance ratio that is not clipped. With ``dppo_tv``: change of
-probability."""
+"""Smallest and largest importance ratio that is not clipped. With ``dppo_tv``: smallest and largest
+change of a token's probability."""
 
 UserObjective = Callable[[Tensor, Tensor, Tensor, Tensor, Bounds], Tensor]
 """A user's function ``fn(logprobs_BT, ratio_BT, A_B1, mask_BT, bounds) -> loss_BT``.
 
 It returns the loss of each token. Log-probs and importance ratios have a gradient. Outside of the
-mask they are 0 and 1, and the loss counts as 0. ``bounds``: ``(1 - epsilon, 1 + epsilon_high)``."""
+mask, log-probs are 0, ratios are 1, and the returned loss counts as 0. ``bounds`` are
+``(1 - epsilon, 1 + epsilon_high)``."""
 
 MAX_LOG_RATIO = 80.0
-"""Log-ratios are capped here, because ``exp`` overflows fp32 at 88."""
+"""Log-ratios are capped here, because ``exp`` overflows fp32 above 88. The difference leaves a
+factor of about 3,000 for products with an advantage and for sums over tokens."""
 
 MAX_DPPO_WEIGHT = 20.0
-"""Largest importance ratio as a weight of ``dppo_tv``, as in the authors' code."""
+"""Largest importance ratio by which ``dppo_tv`` weights the gradient of a token, as in the code of
+the authors of DPPO (arXiv 2602.04879)."""
 
 SAPO_TEMPERATURE_POS = 1.0
 SAPO_TEMPERATURE_NEG = 1.05
@@ -84,51 +101,75 @@ def policy_loss(
         ratio_bt = exp(lp_bt - old_bt)                    importance_ratio
         L_bt     = - min( ratio_bt A_b,                   surrogate_loss: the policy term
                           clip(ratio_bt, 1 - epsilon, 1 + epsilon_high) A_b )
-        w_bt     = 1                                      sampler_weights, off_policy_mask
+        w_bt     = 1                                      sampler_weights, off_policy_mask, and
+                                                          the argument policy_mask_BT
         kl_bt    = exp(d) - d - 1,  d = ref_bt - lp_bt    kl_estimate
-        c_b      = 1 / sum_t m_bt                         response_mean; otherwise 1
+        c_b      = 1 / sum_t m_bt                         the argument aggregation
 
     These are the defaults: GRPO (DeepSeekMath, arXiv 2402.03300, eq. 3 and 4), with the sign of a
-    loss. The functions named on the right have the other choices.
+    loss. On the right is the function or the argument that has the other choices.
 
     Args:
-        logprobs_BT: ``[B, T]`` log-probabilities lp of the tokens under the policy that is trained,
-            in nats, at the sampling temperature.
-        old_logprobs_BT: ``[B, T]`` log-probs under the policy that sampled, a constant. With
-            ``dppo_tv`` those that the sampler itself computed.
+        logprobs_BT: ``[B, T]`` the log-probs lp of the tokens under the policy now, in nats, at the
+            sampling temperature.
+        old_logprobs_BT: ``[B, T]`` the old log-probs, a constant. With ``dppo_tv``: the sampling
+            log-probs.
         advantages_B: ``[B]`` the advantage A of each completion.
         mask_BT: ``[B, T]`` the mask m, True (or 1) at the tokens to train on. Values elsewhere have
             no influence, even if NaN.
-        ref_logprobs_BT: ``[B, T]`` log-probs under the frozen reference; needed if beta is not 0.
+        ref_logprobs_BT: ``[B, T]`` the reference log-probs; needed if beta is not 0.
         objective: the policy term, by its name in :func:`surrogate_loss`; or a
             :data:`UserObjective`.
-        importance_level: one ratio per ``token``, or one per ``sequence``.
-        epsilon: ratios below ``1 - epsilon`` are clipped. With ``dppo_tv``: tokens whose
-            probability fell by more.
-        epsilon_high: ratios above ``1 + epsilon_high`` are clipped (clip-higher: DAPO, arXiv
-            2503.14476, section 3.1). Default: ``epsilon``.
-        delta: upper bound of the ratio where ``clip`` does not clip it, at negative advantages
-            (INTELLECT-2, arXiv 2505.07291). Default: no bound.
+        importance_level: one ratio per ``token``, or one per ``sequence``. ``dppo_tv`` is defined
+            for ``token``; the configuration refuses the other.
+        epsilon: ``clip`` clips ratios below ``1 - epsilon``. ``dppo_tv`` clips tokens whose
+            probability fell by more than ``epsilon``. The other objectives have no lower bound.
+        epsilon_high: ``clip`` and ``cispo`` clip ratios above ``1 + epsilon_high`` (clip-higher:
+            DAPO, arXiv 2503.14476, section 3.1). ``dppo_tv`` clips tokens whose probability rose by
+            more than ``epsilon_high``. ``sapo`` and ``reinforce`` ignore it. Default: ``epsilon``.
+        delta: upper bound of the ratio at negative advantages, where ``clip`` has no other upper
+            bound (INTELLECT-2, arXiv 2505.07291). It should be above ``1 + epsilon_high``: a lower
+            delta also lowers the bound at positive advantages. Other objectives ignore it. Default:
+            no bound.
         beta: weight of the KL to the reference.
         kl_estimator: ``k1``, ``k2`` or ``k3``.
-        unbiased_kl: multiply each token's KL by its ratio, with gradient through both
-            (DeepSeek-V3.2, arXiv 2512.02556).
-        aggregation: ``response_mean``, ``token_mean`` or ``constant``.
-        max_length: completion length of ``constant``, in tokens; needed by it alone.
+        unbiased_kl: multiply the KL of each token by the importance ratio (that of the sequence, if
+            ``importance_level`` says so), with gradient through both (DeepSeek-V3.2, arXiv
+            2512.02556).
+        aggregation: ``response_mean``: c as above. ``token_mean`` or ``constant``: c is 1.
+        max_length: completion length of ``constant``, in tokens; needed by ``constant`` alone. It
+            is only a factor, so a float is accepted.
         policy_mask_BT: ``[B, T]`` False at tokens without a policy term, which still have a KL and
-            count in the denominator. Default: all tokens have one.
-        sampling_logprobs_BT: ``[B, T]`` log-probs as computed while sampling; needed by the two
-            options below.
+            count in the denominator. Default: every token has a policy term.
+        sampling_logprobs_BT: ``[B, T]`` the sampling log-probs; needed with ``sampler_correction``
+            and with ``off_policy_mask_threshold``.
         sampler_correction, sampler_correction_min, sampler_correction_max: see
-            :func:`sampler_weights`. Default: no weights.
+            :func:`sampler_weights`. Default: no weights. With ``dppo_tv`` every weight would be 1,
+            since old is sampling; the configuration refuses the two together.
         off_policy_mask_threshold: see :func:`off_policy_mask`. Default: no mask.
 
     Returns:
         ``loss_sum``: a scalar with gradient.
-        ``stats``: ``ratio``, ``clip_ratio/low_mean``, ``clip_ratio/high_mean``,
-        ``clip_ratio/region_mean``; with a reference ``kl``; with corrections ``sampling/...``. Each
-        is (sum, count) over the tokens to train on or, for weights of sequences, over the
-        completions with such tokens; without gradient.
+        ``stats``: name -> (sum, count), two scalars without gradient. The metric of this name is
+        the sum over all micro-batches and ranks, divided by the count over all of them. Names are
+        those of TRL where TRL has the metric.
+
+        Over the tokens to train on:
+
+        - ``ratio``: the importance ratio.
+        - ``clip_ratio/low_mean``, ``clip_ratio/high_mean``, ``clip_ratio/region_mean``: the
+          fraction of tokens clipped at the lower bound, at the upper bound, at either.
+        - ``kl``: the KL in nats, with ``ref_logprobs_BT``.
+
+        With ``sampler_correction``, over these tokens or, if a weight is for a whole completion,
+        over the completions that have such tokens:
+
+        - ``sampling/importance_sampling_ratio/mean``: the weight.
+        - ``sampling/importance_sampling_ratio/cut``: the fraction outside of the bounds.
+
+        Over the completions that have such tokens:
+
+        - ``sampling/off_policy_masked``: the masked fraction, with ``off_policy_mask_threshold``.
 
     Raises:
         ValueError: on an unknown name, other shapes (also of a user's loss), ``beta`` without a
@@ -155,14 +196,15 @@ def policy_loss(
     if beta != 0 and ref_logprobs_BT is None:
         raise ValueError(f"beta={beta} needs ref_logprobs_BT")
 
-    # lp, old, A. Only lp has a gradient: the others are data of the rollout.
+    # lp, old, A. Only lp has a gradient: the others are data of the rollout. Log-probs outside of
+    # the mask become 0, so that no NaN of theirs gets into a sum or a gradient.
     mask_BT = mask_BT.bool()
     logprobs_BT = _zero_outside(mask_BT, logprobs_BT)
     old_logprobs_BT = _zero_outside(mask_BT, old_logprobs_BT.detach())
     A_B1 = advantages_B.detach().to(logprobs_BT.dtype)[:, None]
     ratio_BT = importance_ratio(logprobs_BT, old_logprobs_BT, mask_BT, importance_level)
 
-    # How far the policy has moved at each token since it sampled, and how far it may.
+    # Distance of the policy now from the old one at each token, and the bounds of this distance.
     if epsilon_high is None:
         epsilon_high = epsilon
     if objective == "dppo_tv":
@@ -185,15 +227,21 @@ def policy_loss(
             bounds,
         )
         check_returned("the objective", policy_BT, mask_BT.shape)
-        # Every rank needs a backward pass, also for a function that used no log-prob here.
+        # A zero with a graph, for a function that used no log-prob here: a rank without a backward
+        # pass would leave the other ranks waiting for its gradients.
         policy_BT = policy_BT + 0 * logprobs_BT
     else:
         policy_BT = surrogate_loss(objective, logprobs_BT, ratio_BT, A_B1, bounds, delta)
+    # dppo_tv clips by the change of a probability, which surrogate_loss does not get.
     if objective == "dppo_tv":
         policy_BT = policy_BT.masked_fill(is_clipped_BT, 0.0)
 
-    # w, constants that the policy term is multiplied by. A token of weight 0 still counts in the
-    # denominator: otherwise the fewer tokens teach, the more each would weigh.
+    # w, constants by which the policy term is multiplied. A token of weight 0 still counts in c and
+    # in the denominator. Otherwise a token would get a larger weight when others are masked.
+    #
+    # Although NaN times 0 is NaN, products with masks are safe here. NaN outside of `mask_BT`, such
+    # as the advantage of a row without tokens, is replaced by 0: in the loss before the sum, in the
+    # gradient where lp became 0.
     if policy_mask_BT is not None:
         policy_BT = policy_BT * policy_mask_BT
     stats = {}
@@ -208,24 +256,25 @@ def policy_loss(
             sampler_correction_max,
         )
         policy_BT = policy_BT * weights
-        counted = mask_BT if sampler_correction.startswith("token") else has_tokens_B1
-        count = counted.sum()
+        is_per_token = sampler_correction.startswith("token")
+        is_counted = mask_BT if is_per_token else has_tokens_B1
+        num_weights = is_counted.sum()
         name = "sampling/importance_sampling_ratio"
-        stats[f"{name}/mean"] = (weights[counted].sum(), count)
-        stats[f"{name}/cut"] = (is_cut[counted].sum(), count)
+        stats[f"{name}/mean"] = (weights[is_counted].sum(), num_weights)
+        stats[f"{name}/cut"] = (is_cut[is_counted].sum(), num_weights)
     if off_policy_mask_threshold is not None:
-        is_unmasked_B1 = off_policy_mask(
+        is_kept_B1 = off_policy_mask(
             logprobs_BT,
             sampling_logprobs_BT,
             A_B1,
             mask_BT,
             off_policy_mask_threshold,
         )
-        policy_BT = policy_BT * is_unmasked_B1
-        num_masked = (~is_unmasked_B1 & has_tokens_B1).sum()
-        stats["sampling/off_policy_masked"] = (num_masked, has_tokens_B1.sum())
+        policy_BT = policy_BT * is_kept_B1
+        is_masked_B1 = has_tokens_B1 & ~is_kept_B1
+        stats["sampling/off_policy_masked"] = (is_masked_B1.sum(), has_tokens_B1.sum())
 
-    # kl, and the loss of each token. At beta 0 a reference serves the metric alone.
+    # kl, and the loss of each token. At beta 0 the reference log-probs serve the metric alone.
     loss_BT = policy_BT
     values_to_report = {
         "ratio": ratio_BT,
@@ -242,8 +291,9 @@ def policy_loss(
         if beta != 0:
             loss_BT = loss_BT + beta * kl_BT
 
-    # c and the sum. A mean over the tokens of a response weighs long and short responses alike, so
-    # that a token of a long one weighs less; a sum weighs tokens alike (Dr. GRPO, section 3.1).
+    # c and the sum. With the mean over its tokens each response has the same weight, and a token of
+    # a long response has less. With the sum each token has the same weight (Dr. GRPO, arXiv
+    # 2503.20783, section 3.1).
     loss_BT = _zero_outside(mask_BT, loss_BT)
     if aggregation == "response_mean":
         lengths_B = mask_BT.sum(dim=1).clamp(min=1)
@@ -253,10 +303,10 @@ def policy_loss(
 
     # Sums and counts, not means: they add up over micro-batches and ranks, as the loss does.
     with torch.no_grad():
-        count = mask_BT.sum().to(torch.float32)
+        num_tokens = mask_BT.sum().to(torch.float32)
         for name, values_BT in values_to_report.items():
-            counted_BT = _zero_outside(mask_BT, values_BT.to(torch.float32))
-            stats[name] = (counted_BT.sum(), count)
+            values_BT = _zero_outside(mask_BT, values_BT.to(torch.float32))
+            stats[name] = (values_BT.sum(), num_tokens)
     return loss_sum, stats
 
 
@@ -266,17 +316,17 @@ def loss_denominator(
     aggregation: Aggregation = "response_mean",
     max_length: float | None = None,
 ) -> Tensor:
-    """Number N by which the sum of :func:`policy_loss` is divided, for these rows.
+    """Contribution of these rows to D, the denominator of the sum of :func:`policy_loss`.
 
-        response_mean    N = number of rows b with sum_t m_bt > 0       (GRPO, eq. 3)
-        token_mean       N = sum_b sum_t m_bt                           (DAPO, eq. 8)
-        constant         N = B * max_length                             (Dr. GRPO, arXiv 2503.20783)
+        response_mean    D = number of rows b with sum_t m_bt > 0       (GRPO, eq. 3)
+        token_mean       D = sum_b sum_t m_bt                           (DAPO, eq. 8)
+        constant         D = B * max_length                             (Dr. GRPO, arXiv 2503.20783)
 
-    The caller adds up N over all micro-batches and ranks of an optimizer step before the first
+    The caller adds up D over all micro-batches and ranks of an optimizer step before the first
     backward pass.
 
     Args:
-        mask_BT: ``[B, T]`` True at the tokens to train on.
+        mask_BT: ``[B, T]`` the mask m, True (or 1) at the tokens to train on.
         aggregation: see above.
         max_length: the completion length of ``constant``, in tokens.
 
@@ -293,7 +343,7 @@ def loss_denominator(
     elif aggregation == "token_mean":
         count = mask_BT.sum()
     else:
-        # Also rows without a token: the point of a constant is that no length changes it.
+        # Rows without a token count too: the point of a constant is that no length changes it.
         count = torch.tensor(len(mask_BT) * max_length, device=mask_BT.device)
     return count.to(torch.float32)
 
@@ -304,21 +354,22 @@ def importance_ratio(
     mask_BT: Tensor,
     importance_level: ImportanceLevel = "token",
 ) -> Tensor:
-    """Importance ratio ``[B, T]``: a token's probability now over that when it was sampled.
+    """Importance ratio ``[B, T]``: the probability of a token now over the old one.
 
         token        ratio_bt = exp(lp_bt - old_bt)                               (GRPO, eq. 3)
-        sequence     ratio_bt = exp( 1/|o_b| sum_s (lp_bs - old_bs) )             (GSPO, eq. 7)
+        sequence     ratio_bt = exp( mean_t (lp_bt - old_bt) )                    (GSPO, eq. 7)
 
-    The second (arXiv 2507.18071) is the geometric mean of the first, the same for all tokens of a
-    response, and its gradient reaches them all.
+    The ratio of ``sequence`` (arXiv 2507.18071) is the geometric mean of those of ``token``. It is
+    the same for all tokens of a response, and its gradient reaches all of them.
 
     Log-probs outside of the mask must be 0. The ratio is 1 there.
     """
     log_ratio_BT = logprobs_BT - old_logprobs_BT
     if importance_level == "sequence":
         mean_B1 = _mean_of_tokens(log_ratio_BT, mask_BT)
-        log_ratio_BT = _zero_outside(mask_BT, mean_B1)
-    # An infinite ratio times 0 (a clipped branch, advantage 0) would be a NaN gradient.
+        log_ratio_BT = _zero_outside(mask_BT, mean_B1)  # broadcasts to [B, T]
+    # An infinite ratio times 0 (an advantage of 0, a product that is clipped) would be NaN in the
+    # gradient.
     return log_ratio_BT.clamp(max=MAX_LOG_RATIO).exp()
 
 
@@ -335,11 +386,14 @@ def surrogate_loss(
         reinforce    L = - A lp
         clip         L = - min( min(ratio, delta) A, clip(ratio, low, high) A )
         cispo        L = - sg(min(ratio, high)) A lp
-        dppo_tv      L = - sg(min(ratio, 20)) A lp        0 at the clipped_tokens
+        dppo_tv      L = - sg(min(ratio, MAX_DPPO_WEIGHT)) A lp
         sapo         L = - 4/tau sigmoid(tau (ratio - 1)) A
 
-    sg stops the gradient, ``(low, high) = bounds``. At ratio 1 the gradient of each is that of
-    reinforce, because d ratio / d lp = ratio.
+    sg stops the gradient, ``(low, high)`` are the bounds, tau is ``SAPO_TEMPERATURE_POS`` where
+    A > 0, else ``SAPO_TEMPERATURE_NEG``. At ratio 1 the gradient of each is that of reinforce,
+    because d ratio / d lp = ratio.
+
+    With dppo_tv the loss of the :func:`clipped_tokens` is 0; :func:`policy_loss` sets this.
 
     clip: PPO (arXiv 1707.06347, eq. 7) and GRPO. cispo: MiniMax-M1 (arXiv 2506.13585, eq. 4).
     dppo_tv: DPPO, Binary-TV (arXiv 2602.04879). sapo: arXiv 2511.20347.
@@ -348,25 +402,27 @@ def surrogate_loss(
         return -A_B1 * logprobs_BT
 
     if objective == "clip":
-        # The smaller of the two is flat where the policy has moved past a bound the way A points:
-        # nothing is gained by moving on. Where the policy moved the other way, the gradient stays.
-        # With A < 0 that gradient grows with the ratio, and a single token could rule the update:
-        # hence delta.
+        # With A > 0 the loss pushes the ratio up, with A < 0 down. Where the ratio is past the
+        # bound in this direction, the minimum is the clipped product, whose gradient is 0: the loss
+        # gains nothing by moving on. Everywhere else the minimum is ratio * A, with a gradient.
+        #
+        # With A < 0 this gradient grows with the ratio, and a single token of a large ratio could
+        # dominate the update: hence delta, an upper bound.
         bounded_BT = ratio_BT if delta is None else ratio_BT.clamp(max=delta)
         clipped_BT = ratio_BT.clamp(*bounds)
         return -torch.minimum(bounded_BT * A_B1, clipped_BT * A_B1)
 
     if objective == "sapo":
-        # The slope over the ratio is 4 s (1 - s) A with s = sigmoid(...): A at ratio 1, where s is
-        # 1/2, and less on both sides. It fades where clip drops to 0.
+        # With s = sigmoid(...), d L / d ratio = - 4 s (1 - s) A. At ratio 1, where s = 1/2, this is
+        # - A. It fades gradually on both sides, where the gradient of clip drops to 0 at a bound.
         pos = A_B1.new_tensor(SAPO_TEMPERATURE_POS)
         neg = A_B1.new_tensor(SAPO_TEMPERATURE_NEG)
         tau_B1 = torch.where(A_B1 > 0, pos, neg)
         gate_BT = torch.sigmoid(tau_B1 * (ratio_BT - 1))
         return -gate_BT * 4 / tau_B1 * A_B1
 
-    # A bounded ratio as a constant weight leaves every token its gradient (cispo), or all but those
-    # that policy_loss then sets to 0 (dppo_tv).
+    # cispo and dppo_tv: the ratio is a constant weight of the gradient of lp. Its bound does not
+    # take away the gradient, as it does with clip.
     max_weight = bounds[1] if objective == "cispo" else MAX_DPPO_WEIGHT
     weight_BT = ratio_BT.detach().clamp(max=max_weight)
     return -weight_BT * A_B1 * logprobs_BT
@@ -380,18 +436,21 @@ def clipped_tokens(
 ) -> tuple[Tensor, Tensor]:
     """Return two boolean ``[B, T]``: tokens clipped at the lower bound, and at the upper bound.
 
-        clip, dppo_tv    A < 0 and change < low          A > 0 and change > high
-        cispo            none                            A != 0 and change > high
+        clip             A < 0 and ratio < low           A > 0 and ratio > high
+        dppo_tv          A < 0 and change < low          A > 0 and change > high
+        cispo            none                            A != 0 and ratio > high
         others           none                            none
 
     With ``clip`` and ``dppo_tv`` these tokens have no policy gradient, with ``cispo`` a smaller
-    one. A user's loss is reported as if it clipped like ``clip``.
+    one. Tokens whose ratio is above ``delta`` are not among them. A user's loss is reported as if
+    it clipped like ``clip``.
 
     Args:
         objective: a name, or a function of the user.
-        ratio_or_probability_change_BT: the importance ratio. With ``dppo_tv`` the token's
-            probability minus that when it was sampled; its size is the total variation of "this
-            token or another", a lower bound of that of the two distributions.
+        ratio_or_probability_change_BT: the importance ratio. With ``dppo_tv``, the change of the
+            token's probability, ``exp(lp) - exp(old)``. The absolute change is the total variation
+            distance of two distributions over two outcomes, "this token" and "any other", and is at
+            most that of the distributions over the vocabulary.
         A_B1: advantages.
         bounds: ``(low, high)``.
     """
@@ -416,17 +475,22 @@ def kl_estimate(
         k1 = - d             k2 = d^2 / 2             k3 = exp(d) - d - 1,       d = ref - lp
 
     Schulman, "Approximating KL Divergence", 2020 (joschu.net/blog/kl-approx.html); k3 in GRPO,
-    eq. 4. Over tokens drawn by the policy, E[-d] is the KL, and E[exp(d)] = sum_v ref_v = 1. So k1
-    and k3 are unbiased, and k2 is for small d.
+    eq. 4. Over tokens v drawn by the policy, E[-d] is the KL, and
+    E[exp(d)] = sum_v exp(lp_v) exp(d_v) = sum_v exp(ref_v) = 1. So k1 and k3 are unbiased, and k2
+    is an approximation for small d.
 
-    The gradient of an estimate is another question. Over the same tokens it is on average 0 for k1,
-    that of KL(policy || reference) for k2, and that of KL(reference || policy) for k3. Times the
-    ratio (``unbiased_kl``), k1 and k3 have the gradient of KL(policy || reference).
+    The gradient of an unbiased estimate need not be the gradient of the KL. Over the same tokens it
+    is on average 0 for k1, that of KL(policy || reference) for k2, and that of
+    KL(reference || policy) for k3. Multiplied by the ratio of the token (``unbiased_kl``), k1 and
+    k3 have the gradient of KL(policy || reference).
     """
     d_BT = ref_logprobs_BT - logprobs_BT
     if kl_estimator == "k3":
         # Never negative, because exp(d) lies above its tangent at 0, which is 1 + d. The added
-        # exp(d) - 1 is 0 on average and rises where -d falls, so that k3 varies less than k1.
+        # exp(d) - 1 is 0 on average, and for small d it nearly cancels -d: k3 varies less than k1.
+        #
+        # No cap against overflow: as d <= -lp, exp(d) overflows only at a token with a probability
+        # below exp(-88) under the policy.
         return d_BT.exp() - d_BT - 1
     if kl_estimator == "k2":
         return d_BT**2 / 2
@@ -441,27 +505,29 @@ def sampler_weights(
     lowest: float | None,
     highest: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """Weights of the policy term that correct for a sampler that is not quite the policy.
+    """Weights of the policy term that correct for the difference between sampler and old policy.
 
-        token_...         ratio_bt = exp(old_bt - sampler_bt)                       [B, T]
-        sequence_...      ratio_b  = exp( sum_t (old_bt - sampler_bt) )             [B, 1]
-        geometric_mask    ratio_b  = exp( 1/|o_b| sum_t (old_bt - sampler_bt) )     [B, 1]
+                             ratio                                 shape     within    outside
+        token_truncate       exp(old_bt - sampling_bt)             [B, T]    ratio     nearer bound
+        token_mask           exp(old_bt - sampling_bt)             [B, T]    ratio     0
+        sequence_truncate    exp( sum_t (old_bt - sampling_bt) )   [B, 1]    ratio     nearer bound
+        sequence_mask        exp( sum_t (old_bt - sampling_bt) )   [B, 1]    ratio     0
+        geometric_mask       exp( mean_t (old_bt - sampling_bt) )  [B, 1]    1         0
 
-        ..._truncate      w = clip(ratio, lowest, highest)                  (TIS)
-        ..._mask          w = ratio within the bounds, else 0               (MIS)
-        geometric_mask    w = 1 within the bounds, else 0
+    The last two columns are the weight where the ratio is within the bounds, and outside of them.
 
-    Under the sampler, E[ratio f] is E[f] under the policy as it is scored. A bound gives up some of
-    that for less variance. TIS, truncated importance sampling: fengyao.notion.site/off-policy-rl.
-    MIS, masked importance sampling: ringtech.notion.site/icepop.
+    For any quantity f, the mean of ratio * f over draws of the sampler is the mean of f over draws
+    of the old policy. Bounds make this inexact, and reduce the variance. ``truncate`` is TIS,
+    truncated importance sampling: fengyao.notion.site/off-policy-rl. ``mask`` is MIS, masked
+    importance sampling: ringtech.notion.site/icepop.
 
     Args:
-        old_logprobs_BT: log-probs under the policy before the update, as scored.
-        sampling_logprobs_BT: log-probs of the same tokens as the sampler computed them.
-        mask_BT: True at the tokens to train on. Weights elsewhere mean nothing.
-        correction: one of the six above.
-        lowest: lower bound. None: no bound.
-        highest: upper bound. None: no bound.
+        old_logprobs_BT: the old log-probs.
+        sampling_logprobs_BT: the sampling log-probs of the same tokens.
+        mask_BT: True at the tokens to train on. Weights elsewhere are finite and mean nothing.
+        correction: ``sampler_correction`` of :func:`policy_loss`, one of the five names above.
+        lowest: ``sampler_correction_min``, the lower bound of the ratio. None: no bound.
+        highest: ``sampler_correction_max``, the upper bound of the ratio. None: no bound.
 
     Returns:
         The weights, and True where a ratio was outside of the bounds: ``[B, T]`` or ``[B, 1]``
@@ -476,6 +542,7 @@ def sampler_weights(
         log_ratio = log_ratio.sum(dim=1, keepdim=True)
     ratio = log_ratio.clamp(max=MAX_LOG_RATIO).exp()
 
+    # clamp() needs at least one bound, and no ratio is below 0.
     if lowest is None:
         lowest = 0.0
     bounded = ratio.clamp(lowest, highest)
@@ -496,14 +563,14 @@ def off_policy_mask(
     mask_BT: Tensor,
     threshold: float,
 ) -> Tensor:
-    """Return ``[B, 1]`` False at the completions that are too far off-policy to push away from.
+    """Return ``[B, 1]`` True at the completions that keep their policy term, False at masked ones.
 
-        False if  A_b < 0  and  1/|o_b| sum_t (sampler_bt - lp_bt) > threshold      (in nats)
+        False if  A_b < 0  and  mean_t (sampling_bt - lp_bt) > threshold      (in nats)
 
     Off-policy sequence masking (DeepSeek-V3.2, arXiv 2512.02556).
     """
-    # The mean estimates KL(sampler || policy). A mistake that the policy would hardly make any more
-    # teaches it little, and may destabilise it. A good completion always counts.
+    # The mean estimates KL(sampler || policy now). A bad completion that the policy would hardly
+    # sample any more teaches it little, and may destabilise it. A good completion always counts.
     difference_BT = _zero_outside(mask_BT, sampling_logprobs_BT.detach() - logprobs_BT.detach())
     kl_B1 = _mean_of_tokens(difference_BT, mask_BT)
     return (A_B1 >= 0) | (kl_B1 <= threshold)
@@ -512,8 +579,16 @@ def off_policy_mask(
 def entropy_threshold(entropies_N: Tensor, fraction: float) -> Tensor:
     """Return the entropy that this fraction of the tokens have or exceed; infinity without tokens.
 
-    Tokens of high entropy are the forks in a response. ``top_entropy_quantile`` gives only them a
-    policy term (arXiv 2506.01939).
+    Tokens of high entropy are the forks in a response. With ``algorithm.top_entropy_quantile`` as
+    the fraction, only they have a policy term (arXiv 2506.01939): ``grpo.run.passes`` makes
+    ``policy_mask_BT`` from this threshold.
+
+    Args:
+        entropies_N: ``[N]`` entropies of the tokens to train on, of all rows and ranks, in nats.
+        fraction: above 0, at most 1.
+
+    Returns:
+        A scalar in nats, on the CPU; float64, or PyTorch's default dtype without tokens.
     """
     if len(entropies_N) == 0:
         return torch.tensor(torch.inf)
