@@ -32,6 +32,11 @@ PR_SET_NO_NEW_PRIVS = 38
 
 NOBODY = 65534
 """User and group that own no files."""
+# Set when this file is imported, which is before enter_namespaces() forks: afterwards the driver of
+# every sandbox has the process id 1. If several sandboxes had the same user, RLIMIT_NPROC would
+# count their processes together, and code could start too few.
+_SANDBOX_USER = 2_000_000_000 + os.getpid()
+"""Id of a user for this sandbox alone."""
 WORK_FOLDER = "/sandbox"
 """The working folder inside the sandbox. It contains no Python installation."""
 
@@ -191,8 +196,7 @@ def drop_user() -> None:
         # For root, these set the real, the effective and the saved id.
         os.setgid(NOBODY)
         try:
-            # A user of this sandbox alone, as RLIMIT_NPROC counts the processes of a user.
-            os.setuid(2_000_000_000 + os.getpid())
+            os.setuid(_SANDBOX_USER)
         except OSError:
             # In a container, root may be able to use few other user ids.
             os.setuid(NOBODY)

@@ -12,6 +12,7 @@ import sys
 import tempfile
 import textwrap
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -175,6 +176,33 @@ for _ in range(200):
 print(begun)
 """)
     assert int(result.output) < LIMITS.processes + 1
+
+
+def test_sandboxes_do_not_count_the_processes_of_each_other(sandboxed):
+    """Each sandbox starts as many processes as its limit allows, while the others run theirs."""
+    code = """
+import os, time
+begun = 0
+for _ in range(20):
+    try:
+        if os.fork() == 0: time.sleep(30); os._exit(0)
+        begun += 1
+    except OSError: break
+time.sleep(2)
+print(begun)
+"""
+    limits = dataclasses.replace(LIMITS, test_seconds=20.0, total_seconds=30.0)
+
+    def processes_begun(_):
+        (result,) = run_python(code, [{"input": ""}], limits)
+        return int(result.output)
+
+    alone = processes_begun(0)
+    # As another user than root, the launcher of the sandbox counts as one of its processes.
+    assert alone >= limits.processes - 2
+    with ThreadPoolExecutor(4) as threads:
+        together = list(threads.map(processes_begun, range(4)))
+    assert together == [alone] * 4
 
 
 def test_allocation(attack):
