@@ -7,26 +7,27 @@ failed. This is the only protocol, and nothing here knows what an object is for.
 
 ::
 
-    trainer's process    rewards, turns   send requests to a worker
+    trainer's process    callers          send requests to a worker: grpo.rewards and grpo.turns
                          Pool             several workers, and the recipes of their objects
                          Worker           a thread; starts a process, and later another if need be
                          WorkerProcess    sends requests, waits, kills a process that is late
                            | a socket
     worker process       Host             loads objects, calls their methods, sends answers
-                         object           a reward function with its settings, for example
+                         object           a reward function with its settings, for example;
+                                          convert_result() lets its methods be async or not
 
-A process that does not answer in time is killed, with all processes that it has started: a call
+A process that does not answer in time is killed, with all processes of its process group: a call
 that hangs in Python cannot be stopped in another way. The answer says ``"timeout"``, the objects of
 the process are lost, and the next request starts a new process, which loads them again. However the
 trainer ends, its workers end with it.
 
 A worker protects the run from mistakes, not from malice: it has all rights of the user. Code that
-the model wrote runs in a *sandbox* (:func:`grpo.workers.sandbox.run_python`). There the kernel also
-denies files, network and other processes.
+the model wrote runs in a *sandbox* (:func:`grpo.workers.sandbox.run_python`), where the kernel
+denies access to the machine's files, its network and its other processes.
 
-Read ``protocol.py``, ``pool.py``, ``process.py`` and ``host.py`` in this order; then, apart from
-them, ``sandbox.py``, ``sandbox_driver.py`` and ``sandbox_linux.py``. A worker process imports this
-package when it starts, so nothing here imports torch.
+Read ``protocol.py``, ``pool.py``, ``process.py`` and ``host.py`` in this order. The sandbox uses
+none of them: read ``sandbox.py``, ``sandbox_driver.py`` and ``sandbox_linux.py``. A worker process
+imports this package when it starts, so nothing here imports torch.
 """
 
 from grpo.workers.host import convert_result

@@ -2,7 +2,10 @@
 
 The process runs :func:`serve`, a loop around one :class:`Host`. All objects are called in its main
 thread, because ``math_verify`` and others use SIGALRM, which only works there. The trainer's
-process has a :class:`Host` too, for the objects that no other process can load.
+process has a :class:`Host` too, for the objects that no worker process can load.
+
+A loaded object is always of a class of grpo, such as a reward function's wrapper, which calls the
+user's function or class.
 """
 
 import asyncio
@@ -20,9 +23,9 @@ from grpo.system import UserError, end_with_parent, first_line, ignore_broken_pi
 from grpo.workers.protocol import HOST_KEY, Answer, Factory, Request
 
 MAX_TRACEBACK_LENGTH = 8000
-"""Characters of a traceback, the last ones, that an answer has."""
+"""Number of characters of a traceback that an answer has. The end is kept, since it says most."""
 REQUEST_ERRORS = (Exception, SystemExit, asyncio.CancelledError)
-"""Exceptions that make one request fail. Any other, such as KeyboardInterrupt, ends the process."""
+"""Exceptions that make one request fail. Others, such as KeyboardInterrupt, end the process."""
 
 
 class Host:
@@ -40,18 +43,21 @@ class Host:
         self._runner = asyncio.Runner()
 
     def load(self, key: Hashable, factory: Factory) -> None:
-        """Load an object under a key."""
+        """Make an object, and keep it under a key."""
         user_object = factory.user_object
+        # In the trainer's process the factory has not been pickled, so this is the object itself.
         if isinstance(user_object, bytes):
             user_object = pickle.loads(user_object)
         arguments = (*factory.arguments, user_object)
         self.objects[key] = factory.make(self.objects, *arguments)
 
     def ask(self, requests: Sequence[Request], limit_s: float) -> list[Answer]:
-        """Call one method after the other, then await those results that are awaitables, together.
+        """Call one method after the other. Then await together the results that are awaitables.
 
-        Each awaitable is cancelled after ``limit_s`` seconds. Nothing else is stopped here: a
-        method that hangs is ended from outside, with its process.
+        Each awaitable is cancelled ``limit_s`` seconds after all methods have been called. Nothing
+        else is stopped here: a method that hangs is ended from outside, with its process. The
+        trainer counts from sending the requests, so its kill comes before the cancelling if the
+        calls together take longer than :data:`grpo.workers.process.GRACE_SECONDS`.
         """
         answers = [self._call(request) for request in requests]
         if any(inspect.isawaitable(answer.value) for answer in answers):
@@ -59,6 +65,7 @@ class Host:
         return answers
 
     def _call(self, request: Request) -> Answer:
+        # Outside the try: a key that is not loaded is a mistake of grpo and ends the process.
         target = self.objects[request.key]
         try:
             method = getattr(target, request.method)
@@ -69,16 +76,20 @@ class Host:
 
 
 def error_answer(error: BaseException, target: Any = None) -> Answer:
-    """Return the answer for an exception of ``target``."""
-    # The traceback begins with the user's code: the user knows nothing of the frames of this file
-    # and of the class that wraps the user's function.
-    target_module = sys.modules[type(target).__module__]
+    """Return the answer for an exception.
+
+    Args:
+        target: the loaded object whose method raised it. Default: raised by no method.
+    """
+    # The traceback begins with the user's code. The frames before that are left out: they are in
+    # this file and in the file that defines the target's class, and the user knows neither.
+    target_module = sys.modules.get(type(target).__module__)
+    # Without a target the module is builtins, which has no file.
     hidden_files = {__file__, getattr(target_module, "__file__", None)}
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename in hidden_files:
         trace = trace.tb_next
-    shown_error = error.with_traceback(trace)
-    lines = traceback.format_exception(shown_error)
+    lines = traceback.format_exception(type(error), error, trace)
     text = "".join(lines)
     user_error = error if isinstance(error, UserError) else None
     return Answer(
@@ -91,9 +102,9 @@ def error_answer(error: BaseException, target: Any = None) -> Answer:
 
 
 def convert_result(result: Any, convert: Callable[[Any], Any]) -> Any:
-    """Return ``convert(result)``; for an awaitable result, an awaitable of that.
+    """Return ``convert(result)``; or for an awaitable result, an awaitable that gives this value.
 
-    With it, a loaded object wraps functions of the user that may be async or not.
+    Loaded objects call it with the result of a user's function, which may be async or not.
     """
     if not inspect.isawaitable(result):
         return convert(result)
@@ -105,18 +116,18 @@ def convert_result(result: Any, convert: Callable[[Any], Any]) -> Any:
 
 
 async def _await_all(answers: Sequence[Answer], limit_s: float) -> list[Answer]:
-    tasks = [_await_value(answer, limit_s) for answer in answers]
-    results = await asyncio.gather(*tasks, return_exceptions=True)
-    for number, result in enumerate(results):
-        # A task that cancels itself and then returns has a CancelledError as its result, which
-        # _await_value() does not see.
-        if not isinstance(result, Answer):
-            results[number] = error_answer(result)
-    return results
+    coroutines = [_await_value(answer, limit_s) for answer in answers]
+    results = await asyncio.gather(*coroutines, return_exceptions=True)
+    # User code may cancel its own task and return without another await. asyncio then sets the
+    # CancelledError only after _await_value() has returned, so the error is handled here.
+    return [
+        result if isinstance(result, Answer) else error_answer(result)
+        for result in results
+    ]  # fmt: skip
 
 
 async def _await_value(answer: Answer, limit_s: float) -> Answer:
-    """Return an answer whose value, if it was awaitable, has been awaited."""
+    """Return an answer with the awaited value; an answer without an awaitable as it is."""
     if not inspect.isawaitable(answer.value):
         return answer
     limit = asyncio.timeout(limit_s)
@@ -126,8 +137,8 @@ async def _await_value(answer: Answer, limit_s: float) -> Answer:
             return Answer(value=value)
     except REQUEST_ERRORS as error:
         if limit.expired():
-            # A thread of asyncio.to_thread cannot be cancelled and may hang for ever. With new
-            # threads, later calls do not wait for a free one.
+            # The awaitable may wait for a thread (asyncio.to_thread), which cannot be cancelled and
+            # may hang for ever. Later awaitables get new threads, so that none waits for that one.
             loop = asyncio.get_running_loop()
             loop.set_default_executor(ThreadPoolExecutor())
             return Answer("timeout", message=f"it did not return within {limit_s:g} s")
@@ -135,19 +146,22 @@ async def _await_value(answer: Answer, limit_s: float) -> Answer:
 
 
 def serve(descriptor: int, parent: int) -> None:
-    """Answer requests until the connection closes.
+    """Answer requests until this process is killed, or the closed connection raises ``EOFError``.
+
+    If one answer to a list of requests cannot be pickled, all of them get that error as the answer.
 
     Args:
         descriptor: file descriptor of the connection to the trainer.
         parent: process id of the trainer, with which this process ends.
     """
     end_with_parent()
-    # The trainer may have ended before the kernel was told, just above.
+    # The trainer may have ended before the line above asked the kernel for this. Then this process
+    # has another parent already, and nothing would end it.
     if os.getppid() != parent:
         os._exit(1)
-    # An object may print although nobody reads the trainer's stderr any more.
+    # If nobody reads the trainer's stderr any more, printing would raise an error in each object.
     ignore_broken_pipes()
-    # Programs that an object starts do not get the connection.
+    # Programs that an object starts must not get the connection: they could keep it open.
     os.set_inheritable(descriptor, False)
     connection = Connection(descriptor)
     process_id = os.getpid()
@@ -155,12 +169,13 @@ def serve(descriptor: int, parent: int) -> None:
     while True:
         requests, limit_s = connection.recv()
         answers = host.ask(requests, limit_s)
-        # A child that an object has forked returns from the call, too. Its answer would be taken
-        # for that of the next request.
+        # If a method forks and its child also returns, the child comes here too. An answer of the
+        # child would be taken for the answer to the next requests.
         if os.getpid() != process_id:
             os._exit(0)
         try:
             connection.send(answers)
-        except Exception as error:  # of any type: what an object returned cannot be pickled
+        except Exception as error:
+            # The class of a result decides how it is pickled, so it may raise any exception.
             answer = error_answer(error)
             connection.send([answer] * len(answers))

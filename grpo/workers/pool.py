@@ -1,8 +1,12 @@
 """The trainer's view of workers: a :class:`Worker` outlives each of its processes.
 
-A worker starts a process for its first request, and a new one when it is asked again after that
-process has ended. It loads an object when it is first asked about it. Some objects of the user
+A worker starts a process for its first request, and a new one if that process has ended when the
+next request comes. It loads an object before the first request to it. Some objects of the user
 cannot be sent to another process: an :class:`InProcessWorker` takes the same requests for them.
+
+Only the thread of a worker calls :meth:`Worker.ask`, in jobs that were given to
+:meth:`Worker.submit`. So each process answers one call of ``ask`` at a time. An
+:class:`InProcessWorker` has no thread and answers in the thread that calls it.
 """
 
 import functools
@@ -18,7 +22,7 @@ from grpo.workers.protocol import HOST_KEY, Answer, Factory, Request
 LOAD_SECONDS = 120.0
 """Time limit for starting a process and loading an object, which may import a large library."""
 CLOSE_SECONDS = 5.0
-"""Time limit of the last requests, before a pool kills its workers."""
+"""Time limit of the last request that :meth:`Pool.close` sends before it kills the workers."""
 
 
 class Worker:
@@ -28,8 +32,10 @@ class Worker:
     started it ends (:func:`grpo.system.end_with_parent`).
 
     Args:
-        factories: key of an object -> its factory. The pool adds to it.
-        start: returns a new process; for an :class:`InProcessWorker`, a :class:`Host`.
+        factories: key of an object -> its factory. All workers of a pool share this mapping, to
+            which the pool adds.
+        start: returns a new process; for an :class:`InProcessWorker`, a :class:`Host`, which has
+            the same method ``ask``.
     """
 
     def __init__(
@@ -40,22 +46,25 @@ class Worker:
         self._factories = factories
         self._start = start
         self._is_closing = False
-        self._thread: ThreadPoolExecutor | None = None
+        self._executor = ThreadPoolExecutor(1, "worker")
+        """The worker's one thread, which starts with the first job."""
         self._process: WorkerProcess | Host | None = None
         self._loaded_keys: set[Hashable] = set()
         """Keys of the objects that the process has loaded."""
 
     def submit(self, job: Callable, *arguments: Any) -> Future:
-        """Run a job in the worker's thread, after all earlier ones. A job may call :meth:`ask`."""
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, "worker")
-        return self._thread.submit(job, *arguments)
+        """Run a job in the worker's thread, after all earlier jobs.
+
+        Only a job may call :meth:`ask` of this worker. An exception of the job is in the Future.
+        """
+        return self._executor.submit(job, *arguments)
 
     def ask(self, requests: Sequence[Request], limit_s: float) -> list[Answer]:
         """Send requests together, and return their answers.
 
-        Starts the process and loads the objects if need be. A process that does not answer within
-        ``limit_s`` seconds is killed.
+        Starts the process and loads the objects if need be. If the process cannot load one of them,
+        the answer to that is the answer of each request. A process that does not answer within
+        ``limit_s`` seconds is killed (:meth:`grpo.workers.process.WorkerProcess.ask`).
         """
         if self._is_closing:
             answer = Answer("died", message="its worker is closing", is_worker_lost=True)
@@ -64,11 +73,12 @@ class Worker:
         # A local name, since another thread may close the worker and so reset self._process.
         process = self._process
         if process is None or process.has_ended:
-            # An ended process still keeps its id and its socket.
+            # A process that has ended may have left children in its process group.
             self.kill()
             process = self._process = self._start()
             self._loaded_keys.clear()
-            # Closing may have begun during the start, when there was no process to kill.
+            # Closing may have begun during the start, when there was no process to kill. The
+            # requests below then go to a killed process, so that each is answered with "died".
             if self._is_closing:
                 self.kill()
 
@@ -84,7 +94,7 @@ class Worker:
         return process.ask(requests, limit_s)
 
     def ask_if_loaded(self, request: Request) -> None:
-        """Send a last request if a process has loaded its object."""
+        """Send a last request if a process has loaded the object of the request."""
         process = self._process
         if process is not None and request.key in self._loaded_keys:
             process.ask([request], CLOSE_SECONDS)
@@ -107,21 +117,23 @@ class Worker:
         The worker can be used again afterwards.
         """
         self.begin_closing()
-        thread = self._thread
-        self._thread = None
-        if thread is not None:
-            thread.shutdown(cancel_futures=True)
+        executor = self._executor
+        # For later jobs, since an executor that was shut down takes none.
+        self._executor = ThreadPoolExecutor(1, "worker")
+        executor.shutdown(cancel_futures=True)
         self._is_closing = False
 
 
 class InProcessWorker(Worker):
     """A worker without a process or a thread: it answers in this process, in the calling thread.
 
-    No call can be killed here. Only awaitables are cancelled at their time limit.
+    No call can be killed here. Only awaitables are cancelled at their time limit. A pool never
+    closes this worker, since a :class:`Host` cannot be killed. So the objects that this worker has
+    loaded stay loaded, and get no last request.
     """
 
     def submit(self, job: Callable, *arguments: Any) -> Future:
-        """Run a job at once."""
+        """Run a job at once. Unlike in :meth:`Worker.submit`, an exception of it is raised here."""
         done = Future()
         done.set_result(job(*arguments))
         return done
@@ -136,13 +148,14 @@ class Pool:
 
     def __init__(self, num_workers: int):
         self._factories: dict[Hashable, Factory] = {}
-        # All processes start in the working folder of now, so that relative paths stay valid when
-        # the program changes its folder.
+        # Later processes start in the same working folder as the first, so that relative paths stay
+        # valid if the program changes its working folder meanwhile.
         start = functools.partial(WorkerProcess, os.getcwd())
         self.workers = tuple(Worker(self._factories, start) for _ in range(num_workers))
         self.in_process_worker = InProcessWorker(self._factories, Host)
         self.in_process_keys: set[Hashable] = set()
-        """Keys of the objects that no worker process can load."""
+        """Keys of the objects that no worker process can load. Callers send requests to these
+        objects to ``in_process_worker``."""
         self.notes: list[str] = []
         """Messages of :meth:`load` for the user, one line each."""
 
@@ -155,17 +168,19 @@ class Pool:
         user_object: Any = None,
         or_in_process: bool = False,
     ) -> Any:
-        """Load an object in one worker, and return the result of its method ``describe``.
+        """Load an object in one worker, and return the result of the object's method ``describe``.
 
-        Every other worker loads the object when it is first asked about it.
+        Each object must have this method. Every other worker loads the object before the first
+        request to it.
 
         Args:
-            what: names the object in messages.
+            what: name of the object in messages, such as ``reward 'accuracy'``.
+            key: key of the object in later requests. A pool loads one object per key.
             make, arguments, user_object: see :class:`grpo.workers.protocol.Factory`.
-            or_in_process: load the object in this process if a worker process cannot.
+            or_in_process: load the object in this process if loading fails in a worker process.
 
         Raises:
-            ValueError: in one line, if it cannot be loaded at all.
+            ValueError: if the object cannot be loaded at all. The message is one line.
         """
         self._factories[key] = Factory(make, arguments, user_object)
         request = Request(key, "describe")
@@ -174,34 +189,42 @@ class Pool:
 
         # Not after a timeout or a death: the object would do the same to this process.
         if answer.status == "error" and or_in_process:
-            # The object holds a connection, for example, so that it cannot be pickled.
-            self.in_process_keys.add(key)
-            self.notes.append(
-                f"note: {what} runs in this process, where a hang cannot end: "
-                f"it cannot be sent to a worker process ({answer.error})"
-            )
+            # Usually the object cannot be pickled, since it holds a connection, for example, or the
+            # worker cannot unpickle it. An error of the object itself comes again here.
+            reason = answer.error
             (answer,) = self.in_process_worker.ask([request], LOAD_SECONDS)
+            if answer.status == "ok":
+                self.in_process_keys.add(key)
+                self.notes.append(
+                    f"note: {what} runs in this process, where a hang cannot end: "
+                    f"it cannot be sent to a worker process ({reason})"
+                )
 
         if answer.status == "ok":
             return answer.value
+        # The type of the exception that is raised here says "ValueError" already.
         message = answer.error.removeprefix("ValueError: ")
-        if not message:  # a timeout or a death is no exception
+        if not message:
+            # A timeout or a death is no exception, so answer.error is empty.
             message = f"{what} cannot be loaded: {answer.message}"
         elif what not in message:
+            # The user must see which object the message is about. Some messages name it themselves.
             message = f"{what}: {message}"
         raise ValueError(message)
 
     def close(self, last_request: Request | None = None) -> None:
-        """Kill all workers. The pool can be used again afterwards.
+        """Kill all worker processes. The pool can be used again afterwards.
 
-        ``last_request``: sent first, to each worker that has loaded its object. Default: none.
+        Args:
+            last_request: sent before that, to each worker process that has loaded the object of the
+                request. The answers are dropped. Default: none.
         """
         if last_request is not None:
             futures = [worker.submit(worker.ask_if_loaded, last_request) for worker in self.workers]
             # A worker that is busy, or whose object does not answer, is not waited for any longer.
             wait(futures, CLOSE_SECONDS)
-        # All are killed before one is waited for: close() waits for the job that runs, which ends
-        # only when its process has been killed.
+        # close() waits for the running job of its worker. All processes are killed before the first
+        # wait, so that all jobs end at the same time.
         for worker in self.workers:
             worker.begin_closing()
         for worker in self.workers:

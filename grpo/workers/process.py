@@ -1,8 +1,9 @@
 """The trainer's side of one worker process: start it, ask it with a time limit, kill it.
 
 A call that hangs is ended here. :meth:`WorkerProcess.ask` starts a timer, sends the requests and
-waits for the answers. At the time limit the timer kills the process and its children. That closes
-the connection and so ends the wait, and each request gets an answer of the kind ``"timeout"``.
+waits for the answers. :data:`GRACE_SECONDS` after the time limit the timer kills the process group.
+That closes the connection and so ends the wait, and each request gets an answer with the status
+``"timeout"``.
 """
 
 import contextlib
@@ -22,15 +23,16 @@ import cloudpickle
 from grpo.workers.host import error_answer
 from grpo.workers.protocol import Answer, Request
 
-MAX_ANSWER_BYTES = 256 * 1024**2
-"""Largest pickled list of answers. One that is larger counts as the death of the worker."""
+MAX_ANSWER_BYTES = 1 << 28
+"""Largest pickled list of answers: 256 MiB. The process that sends a larger one is killed."""
 STDERR = 2
 """File descriptor of the trainer's stderr, to which workers print everything."""
 GRACE_SECONDS = 1.0
-"""Time between the limit, at which the worker cancels awaitables, and the kill of its process."""
+"""Time from the limit until the kill, in which a worker can cancel awaitables and answer."""
 
-# With -c, Python puts the working folder first in sys.path. Until that is replaced, only built-in
-# modules are imported.
+# Program of a worker process. Its arguments: file descriptor of the connection, process id of the
+# trainer, then the folders of sys.path. With -c, Python puts the working folder first in sys.path,
+# so only the built-in module sys is imported before sys.path is replaced.
 _BOOTSTRAP = (
     "import sys; sys.path[:] = sys.argv[3:]; "
     "from grpo.workers.host import serve; serve(*map(int, sys.argv[1:3]))"
@@ -38,24 +40,33 @@ _BOOTSTRAP = (
 
 
 class WorkerProcess:
-    """A process that runs :func:`grpo.workers.host.serve`. One thread at a time may ask it.
+    """A process that runs :func:`grpo.workers.host.serve`.
+
+    Only the thread of its :class:`grpo.workers.pool.Worker` asks it. Any thread may kill it.
 
     Args:
-        directory: its working folder.
+        directory: working folder of the process.
     """
 
     def __init__(self, directory: str):
         self._has_timed_out = False
         self._socket, worker_socket = socket.socketpair()
         with worker_socket:
-            command = [sys.executable, "-u", "-c", _BOOTSTRAP]
-            command += [str(worker_socket.fileno()), str(os.getpid())]
-            # sys.path may lack the folder of this package, if an editable installation has found it
-            # in another way.
-            package_root = str(Path(__file__).parents[2])
-            # The working folder is last: a json.py there replaces no standard module.
+            # The working folder is last: a file json.py there must not replace the standard module.
             path = [folder for folder in sys.path if folder not in ("", directory)]
-            command += [*path, package_root, directory]
+            command = [
+                sys.executable,
+                "-u",
+                "-c",
+                _BOOTSTRAP,
+                str(worker_socket.fileno()),
+                str(os.getpid()),
+                *path,
+                # sys.path may lack the folder that contains the package grpo: an editable
+                # installation may let Python import it by a hook.
+                str(Path(__file__).parents[2]),
+                directory,
+            ]
             # A session of its own: a Ctrl-C in the terminal does not reach the worker, and killing
             # its process group also kills the processes that an object has started.
             self._process = subprocess.Popen(
@@ -76,24 +87,35 @@ class WorkerProcess:
         """True if the process has exited or was killed."""
         # Not poll(): it would free the process id, which kill() still needs for the group.
         options = os.WEXITED | os.WNOWAIT | os.WNOHANG
-        with contextlib.suppress(ChildProcessError):  # kill() has freed the process id
+        try:
             return os.waitid(os.P_PID, self._process.pid, options) is not None
-        return True
+        except ChildProcessError:
+            # kill() has waited for the process already, which freed its id.
+            return True
 
     def ask(self, requests: Sequence[Request], limit_s: float) -> list[Answer]:
         """Return the answers of the process's :meth:`grpo.workers.host.Host.ask`.
 
-        If no answer comes within the limit and :data:`GRACE_SECONDS`, or if the process ends, each
-        request gets the same answer, with the cause.
+        The process is killed if it has not sent all answers :data:`GRACE_SECONDS` after the limit,
+        or if it sends bytes that are too many or no list of answers. Then, or if it ends by itself,
+        each request gets the same answer, with the cause. After bytes that cannot be read, the
+        cause is "ended by signal 9", which is our kill, and the error of the reading.
+
+        An argument that cannot be pickled makes all these requests fail, since they are one
+        message.
         """
-        # By cloudpickle: the worker cannot import the classes of the user's script.
+        # cloudpickle, since arguments may be of classes that the user's script defines: it sends
+        # such a class along, which the worker cannot import. Answers need only pickle: they hold
+        # built-in types and classes of grpo.
         try:
             pickled = cloudpickle.dumps((requests, limit_s))
-        except Exception as error:  # of any type: each object may raise its own
+        except Exception as error:
+            # The argument's class decides how it is pickled, so it may raise any exception.
             return [error_answer(error)] * len(requests)
 
-        # A timer in its own thread bounds the sending, too: this thread waits for ever if the
-        # process never reads the message, or stops in the middle of an answer.
+        # Connection.poll() would bound only the wait for the first byte of the answers. The timer
+        # bounds all: the process may also never read the message, or stop in the middle of its
+        # answer.
         timer = threading.Timer(limit_s + GRACE_SECONDS, self._time_out)
         timer.daemon = True
         timer.start()
@@ -101,46 +123,49 @@ class WorkerProcess:
             self._connection.send_bytes(pickled)
             return pickle.loads(self._connection.recv_bytes(MAX_ANSWER_BYTES))
         except Exception as error:
-            # The process has ended, or an object has written something else to the connection.
+            # The process has ended, or its answer is too large, or an object has written to the
+            # descriptor of the connection, so that what was read is no answer.
             return [self._kill_and_explain(limit_s, error)] * len(requests)
-        except BaseException:
-            # After a Ctrl-C in this thread, the answer still comes. It would be taken for that of
-            # the next request.
-            self.kill()
-            raise
         finally:
             timer.cancel()
-            # A timer that has already begun cannot be cancelled. Its kill must not hit the next
-            # request.
+            # cancel() does not stop a timer that has run out and is about to kill. This waits for
+            # it, so that it does not kill the process in the middle of the next request.
             timer.join()
 
     def kill(self) -> int:
-        """Kill the process and those that it has started.
+        """Kill the process and its process group.
 
-        Returns its exit status: the process's own if it had exited, else minus the signal.
+        Returns the exit status of the process. It is -9 if this call has killed it.
         """
         if self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):  # another thread has just done it
+            # Another thread may just have killed the process and waited for it.
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
-            # A child that has left the group may still hold the worker's end, so that the read in
-            # ask() would wait for ever.
+            # A child that has left the group may still hold the worker's end of the connection, so
+            # that the read in ask() would wait for ever.
             with contextlib.suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)
         return self._process.wait()
 
     def _time_out(self) -> None:
-        # A process that has ended by itself was not late.
+        # If the process had ended by itself before, the answer says so, not "timeout".
         self._has_timed_out = not self.has_ended
         self.kill()
 
     def _kill_and_explain(self, limit_s: float, error: Exception) -> Answer:
-        """Kill the process. Returns an answer that says how it ended."""
-        status = self.kill()
+        """Kill the process. Return an answer that says how it ended."""
+        exit_status = self.kill()
         if self._has_timed_out:
-            kind = "timeout"
+            status = "timeout"
             cause = f"did not answer within {limit_s:g} s"
         else:
-            kind = "died"
-            cause = f"ended by signal {-status}" if status < 0 else f"exited with status {status}"
-            cause += f" ({error!r})"
-        return Answer(kind, message=f"its worker process {cause}", is_worker_lost=True)
+            status = "died"
+            # A negative exit status is the number of the signal that ended the process.
+            is_signal = exit_status < 0
+            end = (
+                f"ended by signal {-exit_status}"
+                if is_signal
+                else f"exited with status {exit_status}"
+            )
+            cause = f"{end} ({error!r})"
+        return Answer(status, message=f"its worker process {cause}", is_worker_lost=True)

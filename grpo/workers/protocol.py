@@ -11,13 +11,13 @@ from typing import Any
 import cloudpickle
 
 HOST_KEY = "host"
-"""Key of the :class:`grpo.workers.host.Host`, which is an object itself: its method ``load`` loads
-another one."""
+"""Key of the :class:`grpo.workers.host.Host` among its own objects. A request with this key and the
+method ``load`` makes the Host load an object."""
 
 
 @dataclass(frozen=True)
 class Factory:
-    """A recipe for an object. A process loads it by ``make(objects, *arguments, user_object)``.
+    """A recipe for an object: a process makes it by ``make(objects, *arguments, user_object)``.
 
     ``objects`` holds all objects of that process by their keys, so that a reward can use an
     environment.
@@ -25,12 +25,18 @@ class Factory:
 
     make: Callable
     arguments: tuple
+    """Names and settings."""
     user_object: Any = None
-    """A function or class of the user's program; bytes, once it is pickled. Default: none."""
+    """The user's function or class, around which ``make`` builds the object. Default: none.
+
+    In a worker process: its pickled bytes, which :meth:`grpo.workers.host.Host.load` unpickles.
+    """
 
     def __reduce__(self) -> tuple:
-        # Pickled within the pickled message: if the worker cannot unpickle it, this request fails,
-        # and the connection can still be used.
+        # Unpickling the user's function may import modules that the worker lacks. If it were a
+        # plain part of the message, the worker could not read the message and would end. As bytes,
+        # it is unpickled in Host.load(), and only this request fails. `make` and `arguments` need
+        # no such care: they are a class of grpo, and built-in types.
         data = None if self.user_object is None else cloudpickle.dumps(self.user_object)
         return Factory, (self.make, self.arguments, data)
 
@@ -40,7 +46,7 @@ class Request:
     """A call of one method of a loaded object."""
 
     key: Hashable
-    """Key of the object."""
+    """Key under which the object was loaded."""
     method: str
     arguments: tuple = ()
 
@@ -51,15 +57,15 @@ class Answer:
 
     status: str = "ok"
     """``"ok"``, ``"error"`` (the method raised), ``"timeout"``, ``"died"`` (the worker process
-    ended) or ``"skipped"`` (the request was not sent)."""
+    ended) or ``"skipped"``: the last is made by callers, for a request that they did not send."""
     value: Any = None
-    """Result of the method. For an error: the exception, if it is a
-    :class:`grpo.system.UserError`."""
+    """Result of the method. For an error: the exception if it is a :class:`grpo.system.UserError`,
+    since callers treat some of its types in another way than other errors; otherwise None."""
     message: str = ""
-    """Text of an exception, or the cause of a timeout or a death."""
+    """The whole text of an exception, without its type; or the cause of a timeout or a death."""
     error: str = ""
-    """Type and message of an exception, in one line."""
+    """An exception in one line: its type and the first line of its text. Otherwise empty."""
     trace: str = ""
-    """Traceback of an exception, from the user's code on."""
+    """Traceback of an exception, from the user's code on. Otherwise empty."""
     is_worker_lost: bool = False
-    """True if the worker process has ended, so that the state of its objects is gone."""
+    """True if the worker process has ended, so that its objects and what they stored are gone."""

@@ -3,7 +3,13 @@
 :func:`run_python` starts ``sandbox_driver.py`` in another process. That process confines itself by
 the functions of ``sandbox_linux.py``, and then runs the code once per test. Each call has a new
 sandbox. ``docs/rewards.md`` lists the layers of the sandbox and what they do not protect against.
-If the machine cannot provide a layer, no code runs and :class:`SandboxUnavailable` names the layer.
+If the machine cannot provide a layer, :class:`SandboxUnavailable` names the layer and no code runs,
+unless ``allow_unsandboxed`` is on: then the code runs with the layers that there are.
+
+A test is of one of two kinds. A *statement* test ``{"code": source}`` runs ``source`` after the
+code, in the same module, and passes if nothing raises. A *program* test ``{"input": text}`` runs
+the code as a program with ``text`` as its stdin, and passes if the program ends with status 0. Its
+output is returned, and the caller compares it.
 """
 
 import contextlib
@@ -15,6 +21,8 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+_DRIVER_SECONDS = 5.0
+"""Time for the driver to start, to confine itself and to end, besides the time for the tests."""
 _DRIVER = os.path.dirname(__file__) + "/sandbox_driver.py"
 
 
@@ -33,18 +41,21 @@ class SandboxError(RuntimeError):
 class Limits:
     """Limits of one sandbox.
 
-    ``memory_mb`` is per process: all processes together take ``processes * memory_mb + disk_mb``.
+    A test takes at most ``processes * memory_mb + disk_mb`` of memory.
     """
 
     test_seconds: float = 2.0
+    """Time for one test."""
     total_seconds: float = 6.0
     """Time for all tests together."""
     memory_mb: int = 512
+    """Address space of each process, in MiB."""
     disk_mb: int = 16
-    """Memory for the files of the working folder, which are on no disk."""
+    """Size of all files in the working folder, in MiB. The folder is in memory, on no disk."""
     processes: int = 8
-    """Processes and threads of one test, its first one included."""
+    """Number of processes and threads of one test, its first process included."""
     output_kb: int = 1024
+    """Output of one program test, in KiB. More of it ends the test."""
 
     def __post_init__(self) -> None:
         if min(asdict(self).values()) <= 0:
@@ -56,10 +67,15 @@ class SandboxResult:
     """The result of one test."""
 
     status: str
-    """``"passed"`` (a program: ended with status 0), ``"failed"``, ``"timeout"`` or ``"output"``:
-    too much of it."""
+    """One of these:
+
+    - ``"passed"``: the statement raised nothing, or the program ended with status 0.
+    - ``"failed"``: the code or the statement raised an exception, or its process ended otherwise.
+    - ``"timeout"``: the test did not end in time.
+    - ``"output"``: the test printed more than ``Limits.output_kb``.
+    """
     output: str = ""
-    """The text that a program printed, or its beginning."""
+    """The text that a program printed, up to ``Limits.output_kb``. Empty for a statement."""
 
 
 def run_python(
@@ -69,18 +85,20 @@ def run_python(
     *,
     allow_unsandboxed: bool = False,
 ) -> list[SandboxResult]:
-    """Run ``code`` once per test, each time in a new process.
+    """Run ``code`` once per test, each time in a new process of the same sandbox.
 
-    A test ``{"code": source}`` runs after ``code`` in the same module and passes if it raises
-    nothing. For ``{"input": text}``, ``code`` is a program and ``text`` its stdin; the program's
-    output is returned, and the caller compares it.
+    Files that one test leaves in the working folder are there in the next test.
+
+    Args:
+        tests: statement and program tests; the top of this file describes both.
+        allow_unsandboxed: run the code although a layer of the sandbox is missing.
 
     Raises:
         SandboxUnavailable: if a layer is missing and ``allow_unsandboxed`` is off.
         SandboxError: if the sandbox failed before the code ran.
     """
-    # The driver makes this folder, and only if a layer is missing: else the code has no access to
-    # the machine's files.
+    # Working folder of the code if a layer of the sandbox is missing. Only then does the driver
+    # make this folder. It is named here so that it is removed below, however the driver ends.
     folder = f"/tmp/grpo-sandbox-{os.urandom(8).hex()}"
     job = asdict(limits)
     job.update(
@@ -89,8 +107,8 @@ def run_python(
         allow_unsandboxed=allow_unsandboxed,
         folder=folder,
     )
-    # The base interpreter: the sandbox has no virtual environment. -I and -S keep environment
-    # variables and site-packages out.
+    # The interpreter from which the virtual environment was made: the file tree of the sandbox has
+    # no virtual environment. -I and -S keep environment variables and site-packages out.
     python = [sys._base_executable, "-I", "-S", "-Xutf8", _DRIVER]
     try:
         output = subprocess.run(
@@ -98,15 +116,16 @@ def run_python(
             input=json.dumps(job).encode(),
             capture_output=True,
             # The driver ends by itself after total_seconds, unless it hangs.
-            timeout=limits.total_seconds + 5.0,
+            timeout=limits.total_seconds + _DRIVER_SECONDS,
             env={},
             cwd="/",
+            # Without this, a Ctrl-C in the terminal would end the driver and so fail the test.
             start_new_session=True,
         ).stdout
     except subprocess.TimeoutExpired as late:
-        # The tests that have a result keep it.
+        # The tests that have ended keep their results.
         output = late.stdout or b""
-    # RecursionError: the code has made thousands of nested folders.
+    # The code may have made thousands of nested folders, at which rmtree raises RecursionError.
     with contextlib.suppress(RecursionError):
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -117,9 +136,11 @@ def run_python(
 
 def _results(messages: list[dict], num_tests: int, allow_unsandboxed: bool) -> list[SandboxResult]:
     """Return the result of each test from the driver's messages."""
+    if not messages:
+        messages = [{"error": "it ended before the first test"}]
     # The first message names the missing layers, the second is the result of the first test. An
-    # error in a later one can be the code's doing, so it is no error of the sandbox.
-    for message in messages[:2] or [{"error": "it ended before the first test"}]:
+    # error in a later message can be the code's doing, so the sandbox has not failed.
+    for message in messages[:2]:
         if "error" in message:
             raise SandboxError(f"the sandbox failed: {message['error']}")
     missing = ", ".join(messages[0]["missing"])
@@ -129,6 +150,6 @@ def _results(messages: list[dict], num_tests: int, allow_unsandboxed: bool) -> l
             "allow_unsandboxed: true runs it all the same"
         )
     results = [SandboxResult(**message) for message in messages[1:] if "error" not in message]
-    # The code may have ended the driver, by using up the machine's memory for example: tests that
-    # did not run failed.
+    # The code may have ended the driver, by using up the machine's memory for example. So tests
+    # without a result count as failed.
     return results + [SandboxResult("failed")] * (num_tests - len(results))

@@ -5,11 +5,17 @@ of the sandbox. The driver runs no untrusted code: it forks one child per test a
 processes of the sandbox after each test. Because the driver is process 1, has no ``/proc`` and
 cannot be traced, code in the sandbox cannot kill or change it. Every process of the sandbox dies
 with the driver, the driver with the launcher, and the launcher with the process that started it.
+If the machine has no process namespaces and ``allow_unsandboxed`` is on, the first process is the
+driver itself, and there is no launcher.
 
-Stdin has the job as JSON. Stdout has lines of JSON: first ``{"missing": [...]}``, the layers that
-this machine cannot provide (if there are any, nothing follows unless that is allowed), then per
-test ``{"status": ..., "output": ...}``, for a statement the status alone, or ``{"error": ...}`` if
-the driver itself fails.
+Stdin has the job as JSON. Stdout has messages, each a line of JSON:
+
+- ``{"missing": [...]}`` names the layers that this machine cannot provide. If there are any, no
+  other message follows, unless ``allow_unsandboxed`` is on.
+- ``{"status": ..., "output": ...}`` follows for each test; the output only for a program.
+- ``{"error": ...}`` is the last message if the driver itself fails.
+
+``sandbox.py`` says what a statement test and a program test are.
 """
 
 import builtins
@@ -24,25 +30,27 @@ import sys
 import time
 from types import ModuleType, SimpleNamespace
 
-# The folder is last in the path, and not for long: none of its files replaces a standard module,
-# and the code of a test cannot import one.
+# This folder is last in the path, so that none of its files replaces a standard module.
 sys.path.append(os.path.dirname(__file__))
 import sandbox_linux as linux
 
-del sys.path[-1], sys.modules["sandbox_linux"]
+# The code of a test must not import files of this folder.
+sys.path.pop()
+del sys.modules["sandbox_linux"]
 
 
 def main() -> None:
     """Confine this process, run each test of the job in a child, and print the results."""
-    # If the caller ignores SIGCHLD, so does this process, and waitpid would find no child.
+    # A process inherits which signals are ignored. If SIGCHLD were, waitpid would find no child.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    # Process 1 of a namespace gets only the signals that it handles. Python handles SIGINT, by
-    # which a test could interrupt the driver.
+    # Processes of a namespace can send its process 1 only the signals for which it has a handler.
+    # Python installs a handler for SIGINT, so that a test could interrupt the driver.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     job = SimpleNamespace(**json.load(sys.stdin))
 
     # The order matters: mounts need root, the change of the user needs a capability, and seccomp
-    # denies mounts.
+    # denies mounts. enter_namespaces() forks: the launcher stays in that function, and only the
+    # child, which is the driver, returns from it.
     missing = []
     layers = {
         "namespaces and a file tree of its own": lambda: linux.enter_namespaces(job.disk_mb),
@@ -54,17 +62,17 @@ def main() -> None:
         try:
             enter()
         except Exception as error:
-            # Whatever the reason is, this layer is missing: the kernel refuses it, this is not
-            # Linux, or the table of system calls has no column for this machine.
+            # The layer is missing, whatever the reason: the kernel refuses it, this is not Linux,
+            # or the table of system calls has no column for this machine.
             missing.append(f"{layer} ({error})")
 
-    # If the process that started this one has ended, this fails and no code is run.
+    # If nobody reads stdout any more, this raises an exception and no code is run.
     print(json.dumps({"missing": missing}), flush=True)
     if missing and not job.allow_unsandboxed:
         return
     try:
         if missing:
-            # The working folder of the sandbox may be missing, too.
+            # The missing layer may be the file tree with the working folder of the sandbox.
             os.mkdir(job.folder, 0o700)
             os.chdir(job.folder)
         os.environ.clear()
@@ -81,51 +89,54 @@ def _run_test(job: SimpleNamespace, test: dict, deadline: float) -> dict:
     start = time.monotonic()
     if start >= deadline:
         return {"status": "timeout"}
-    deadline = min(deadline, start + job.test_seconds)
+    test_deadline = min(deadline, start + job.test_seconds)
 
-    # The child writes this secret when a statement has passed. Code that ends the child early, by
-    # os._exit(0), fails.
+    # The child writes this secret when a statement has passed. So code that ends the child early,
+    # by os._exit(0), does not pass. Code that looks for the secret in its memory can forge a pass.
     secret = os.urandom(16)
     is_statement = "code" in test
-    output, output_end = os.pipe()
+    read_end, write_end = os.pipe()
     child = os.fork()
+    # The child ends in one of three ways: _exit(1) after an exception, _exit(0) after a statement,
+    # and otherwise the usual end of Python, since the threads, atexit functions and buffers of a
+    # program are part of it.
     if child == 0:
         try:
-            os.close(output)
-            _run_code(job, test, output_end)
+            os.close(read_end)
+            _run_code(job, test, write_end)
             if is_statement:
-                os.write(output_end, secret)
+                os.write(write_end, secret)
                 os._exit(0)
         except BaseException:
             os._exit(1)
-        # A program ends as any other: threads are waited for, atexit functions called, buffers
-        # written.
         raise SystemExit
-    os.close(output_end)
+    os.close(write_end)
 
-    # Waits for the child, not for the end of its output: code can close the pipe, and a daemon can
-    # keep it open.
-    os.set_blocking(output, False)
+    # The loop waits for the end of the child, not for the end of its output: code can close the
+    # pipe, and a daemon can keep the pipe open.
+    os.set_blocking(read_end, False)
     limit = job.output_kb * 1024
     text = b""
-    ended = 0
-    code = 0
-    while not ended and len(text) <= limit and time.monotonic() < deadline:
+    ended_pid = 0
+    wait_status = 0
+    while not ended_pid and len(text) <= limit and time.monotonic() < test_deadline:
         time.sleep(0.0005)
-        ended, code = os.waitpid(child, os.WNOHANG)
-        # After the wait, so that the last turn reads all that the child has left in the pipe.
+        ended_pid, wait_status = os.waitpid(child, os.WNOHANG)
+        # After waitpid, so that the last read gets all that the child has left in the pipe.
         with contextlib.suppress(BlockingIOError):
-            text += os.read(output, limit + 1)
-    os.close(output)
+            text += os.read(read_end, limit + 1)
+    os.close(read_end)
     _kill_everything()
 
-    has_passed = text == secret if is_statement else code == 0
+    has_passed = wait_status == 0
+    if is_statement:
+        has_passed = text == secret
     status = "passed" if has_passed else "failed"
     if len(text) > limit:
         status = "output"
-    elif not ended:
+    elif not ended_pid:
         status = "timeout"
-    # The output of a statement may be the secret.
+    # The output of a statement is the secret, if it has passed.
     if is_statement:
         return {"status": status}
     return {"status": status, "output": text[:limit].decode(errors="replace")}
@@ -133,31 +144,40 @@ def _run_test(job: SimpleNamespace, test: dict, deadline: float) -> dict:
 
 def _kill_everything() -> None:
     """Kill all other processes of the sandbox, until none is left."""
+    # When none is left, os.kill or os.waitpid raises, which ends the loop.
     with contextlib.suppress(ChildProcessError, ProcessLookupError):
         while True:
-            processes = ["-1"]
-            # Without a process namespace, -1 would be all processes of this user. Orphans have
-            # become children of this process.
-            if os.getpid() != 1:
+            if os.getpid() == 1:
+                # -1 means all other processes of the namespace.
+                os.kill(-1, signal.SIGKILL)
+            else:
+                # Without a process namespace, -1 would mean all processes of this user. Orphans of
+                # the test have become children of this process. Only Linux has this file: on other
+                # systems the driver fails here, and no test has a result.
                 with open("/proc/thread-self/children") as file:
-                    processes = file.read().split()
-            for process in processes:
-                os.kill(int(process), signal.SIGKILL)
+                    children = file.read().split()
+                for child in children:
+                    os.kill(int(child), signal.SIGKILL)
             os.waitpid(-1, 0)
 
 
 def _run_code(job: SimpleNamespace, test: dict, output: int) -> None:
-    """Run the code and its test in this process. An exception is a failed test."""
-    # Without a process namespace it could outlive the driver, or end it by a signal to its group.
+    """Run the code and its test in this child. If the code raises, so does this function.
+
+    Args:
+        output: write end of the pipe for the output of a program.
+    """
+    # Without a process namespace, this child could outlive the driver, or end the driver by a
+    # signal to the process group of both.
     linux.end_with_parent()
     os.setsid()
-    # The streams of the driver lead out of the sandbox. They end here, before any code runs.
+    # The driver's streams lead out of the sandbox, so they are replaced before any code runs.
     null = os.open("/dev/null", os.O_RDWR)
     for stream in range(3):
         os.dup2(null, stream)
     is_program = "input" in test
     if is_program:
-        # A file: some programs ask for the size of stdin.
+        # Stdin is a file, not a pipe, since some programs ask for the size of stdin.
         with open(".stdin", "x+") as file:
             os.unlink(file.name)
             file.write(test["input"])
@@ -165,25 +185,29 @@ def _run_code(job: SimpleNamespace, test: dict, output: int) -> None:
             os.dup2(file.fileno(), 0)
         os.dup2(output, 1)
 
-    # Against allocation, loops, large files, fork bombs and core dumps.
     limits = {
         resource.RLIMIT_AS: job.memory_mb << 20,
+        # CPU time of all threads of a process together. The driver's clock ends a single thread
+        # before that, because of the second more, so that the status is "timeout".
         resource.RLIMIT_CPU: math.ceil(job.test_seconds) + 1,
         resource.RLIMIT_FSIZE: job.disk_mb << 20,
-        # The driver is not part of the test.
+        # The kernel counts the driver too, which has the same user. Where a user namespace was
+        # needed, so has the launcher: a test then has one process fewer.
         resource.RLIMIT_NPROC: job.processes + 1,
         resource.RLIMIT_NOFILE: 64,
         resource.RLIMIT_CORE: 0,
     }
     for limit, value in limits.items():
-        # ValueError: the machine has set a lower limit, which stays.
+        # If the machine has set a lower limit, setrlimit raises ValueError, and that limit stays.
         with contextlib.suppress(ValueError):
             resource.setrlimit(limit, (value, value))
 
-    # Opened anew: descriptor 0 may be a file now, which can seek, and was a pipe.
+    # Python opened sys.stdin on a pipe, which cannot seek. Descriptor 0 is now another file.
     sys.stdin = sys.__stdin__ = os.fdopen(0)
+    # In UTF-8 mode (-Xutf8), stdout would print text that is no valid Unicode. Elsewhere a program
+    # that prints such text fails.
     sys.stdout.reconfigure(errors="strict")
-    # The module site, which -S leaves out, defines these.
+    # The module site defines these two, but -S leaves site out.
     builtins.exit = builtins.quit = sys.exit
     sys.argv = ["solution.py"]
     module = ModuleType("__main__" if is_program else "solution")
@@ -191,12 +215,14 @@ def _run_code(job: SimpleNamespace, test: dict, output: int) -> None:
     try:
         exec(compile(job.code, "solution.py", "exec"), module.__dict__)
     except SystemExit as end:
-        # sys.exit() ends a program well, and does not keep a statement from running after it.
+        # A program may end by sys.exit() with status 0. A statement still has to run after it: code
+        # must not skip its test.
         if end.code not in (None, 0):
             raise
     if not is_program:
         exec(compile(test["code"], "test.py", "exec"), module.__dict__)
-    # The interpreter ends three times as fast if it does not search the objects of the driver.
+    # At its end, the interpreter searches all objects for garbage. It ends three times as fast if
+    # it leaves out those that exist now.
     gc.freeze()
 
 

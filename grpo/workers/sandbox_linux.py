@@ -2,7 +2,8 @@
 
 ``sandbox_driver.py`` calls :func:`enter_namespaces`, :func:`drop_user`, :func:`drop_capabilities`
 and :func:`deny_system_calls`, in this order. Each raises ``OSError`` if the kernel refuses. The
-driver imports this file as a plain file, in an interpreter without site-packages.
+driver imports this file by its folder, without the package ``grpo``, which needs site-packages. So
+:func:`end_with_parent` is here once more, although ``grpo.system`` has it.
 """
 
 import ctypes
@@ -14,31 +15,41 @@ import sys
 # Numbers of the kernel, from sched.h, mount.h and prctl.h. Python 3.11 has none of them.
 CLONE_NEWNS = 0x20000
 CLONE_NEWUSER = 0x10000000
-_NEW_NAMESPACES = 0x6C020000
-"""Process, network, IPC, host name and mount namespaces."""
-_ANY_NAMESPACE = 0x7E020000
-"""The flags of ``clone`` for all kinds of namespaces."""
+_NEW_NAMESPACES = (
+    CLONE_NEWNS  # mounts
+    | 0x4000000  # CLONE_NEWUTS: name of the machine
+    | 0x8000000  # CLONE_NEWIPC: shared memory and queues
+    | 0x20000000  # CLONE_NEWPID: processes
+    | 0x40000000  # CLONE_NEWNET: network
+)
+"""The namespaces that each sandbox has for itself."""
+_ANY_NAMESPACE = (
+    _NEW_NAMESPACES
+    | CLONE_NEWUSER
+    | 0x2000000  # CLONE_NEWCGROUP
+)  # fmt: skip
+"""Flags of ``clone`` for all kinds of namespaces."""
 MS_RDONLY = 1
 MS_NOSUID = 2
 MS_NODEV = 4
 MS_NOEXEC = 8
 MS_BIND = 4096
 MS_REC = 16384
-MS_PRIVATE = 1 << 18
+MS_PRIVATE = 0x40000
 PR_SET_PDEATHSIG = 1
 PR_SET_DUMPABLE = 4
 PR_SET_CHILD_SUBREAPER = 36
 PR_SET_NO_NEW_PRIVS = 38
 
 NOBODY = 65534
-"""User and group that own no files."""
+"""Id of a user, and of a group, that own no files."""
 # Set when this file is imported, which is before enter_namespaces() forks: afterwards the driver of
 # every sandbox has the process id 1. If several sandboxes had the same user, RLIMIT_NPROC would
 # count their processes together, and code could start too few.
 _SANDBOX_USER = 2_000_000_000 + os.getpid()
 """Id of a user for this sandbox alone."""
 WORK_FOLDER = "/sandbox"
-"""The working folder inside the sandbox. It contains no Python installation."""
+"""Working folder inside the sandbox, below which no Python of a machine is installed."""
 
 # The system calls that are denied to the driver and the tests: names, and numbers on x86_64 and
 # aarch64. Programming exercises need none of them. The first row is no system call, but the number
@@ -97,7 +108,7 @@ msgget              68          186
 semget              64          190
 mq_open             240         180
 
-# Programs of the machine.
+# Starting programs of the machine.
 execve              59          221
 execveat            322         281
 
@@ -114,12 +125,12 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def _uint64s(*values: int) -> ctypes.Array:
-    """Return a structure for the kernel, as 64-bit numbers."""
+    """Return 64-bit numbers one after the other in memory, as a structure for the kernel."""
     return (ctypes.c_uint64 * len(values))(*values)
 
 
 def _call_libc(function: str, *arguments: int | bytes | ctypes.Array) -> None:
-    """Call a function of libc; ``OSError`` if it fails."""
+    """Call a function of libc. Raises ``OSError`` if it fails."""
     if _libc[function](*arguments) < 0:
         error = ctypes.get_errno()
         raise OSError(error, os.strerror(error), function)
@@ -151,13 +162,15 @@ def _write_proc_self(name: str, text: str) -> None:
 
 
 def enter_namespaces(disk_mb: int) -> None:
-    """Continue as process 1 of new namespaces, with a file tree of its own.
+    """Fork, and return only in the child: as process 1 of new namespaces, with a private file tree.
 
-    The process that was here before, the launcher, waits for it and ends with it. Root creates the
-    namespaces directly and changes its user after the file tree is set up. Other users, and root
-    without the capability for that, create a user namespace too, in which they keep their id.
+    The calling process, the launcher, stays in this function. It waits for the child and then
+    exits. Root creates the namespaces directly, and changes its user later (:func:`drop_user`).
+    Other users, and root without the capability for that, create a user namespace too, in which
+    they keep their id.
     """
-    # Without a process namespace, orphans become children of this process, which can find them.
+    # In case the machine has no process namespaces, so that unshare fails below: the orphans of a
+    # test then become children of this process, which can find them.
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     end_with_parent()
 
@@ -169,7 +182,8 @@ def enter_namespaces(disk_mb: int) -> None:
         drop_user()
         # Otherwise /proc/self belongs to root, and the files below cannot be written.
         prctl(PR_SET_DUMPABLE, 1)
-        # The new namespace knows no ids until these are written.
+        # The ids are read before unshare. After it, until the maps are written, all ids read as
+        # NOBODY.
         uid_map = f"{os.geteuid()} {os.geteuid()} 1"
         gid_map = f"{os.getegid()} {os.getegid()} 1"
         unshare(CLONE_NEWUSER | _NEW_NAMESPACES)
@@ -190,7 +204,10 @@ def enter_namespaces(disk_mb: int) -> None:
 
 
 def drop_user() -> None:
-    """Change from root to an unprivileged user without groups, for good."""
+    """Change from root to an unprivileged user without groups, for good.
+
+    Other users stay as they are: they have no right to change.
+    """
     if os.geteuid() == 0:
         os.setgroups([])
         # For root, these set the real, the effective and the saved id.
@@ -204,19 +221,29 @@ def drop_user() -> None:
 
 
 def _add_mount_flags(folder: str, flags: int) -> None:
-    """Add flags to the mount ``folder`` and to those below it, which were bound with it."""
-    # mount_setattr(AT_FDCWD, folder, AT_RECURSIVE, {set, clear, propagation, user namespace}). It
-    # exists since Linux 5.12, and not every libc has it. Its flags have the values of mount's.
-    _call_libc("syscall", 442, -100, folder.encode(), 0x8000, _uint64s(flags, 0, 0, 0), 32)
+    """Add flags to the mount ``folder`` and to all mounts below it."""
+    # Not every libc has mount_setattr, which exists since Linux 5.12. These flags have the same
+    # values as for mount.
+    _call_libc(
+        "syscall",
+        442,  # SYS_mount_setattr
+        -100,  # AT_FDCWD, which is not used for an absolute path
+        folder.encode(),
+        0x8000,  # AT_RECURSIVE
+        _uint64s(flags, 0, 0, 0),  # flags to set, flags to clear, propagation, user namespace
+        32,  # size in bytes of these four numbers
+    )
 
 
 def _enter_private_root(disk_mb: int) -> None:
     """Change to a private file tree: read-only libraries, four devices, a small working folder.
 
     The tree is mounted over ``/sys`` in a mount namespace of this process: nothing changes or is
-    left on the machine itself.
+    left on the machine itself. ``/sys`` exists on every machine, and the sandbox needs none of its
+    files.
     """
-    # If the machine runs out of memory, the kernel ends the sandbox before the trainer.
+    # 1000 is the highest score: if the machine runs out of memory, the kernel ends the sandbox
+    # first, not the trainer.
     _write_proc_self("oom_score_adj", "1000")
     # Otherwise the mounts below would be copied to the machine's mount namespace.
     mount("none", "/", flags=MS_REC | MS_PRIVATE)
@@ -225,6 +252,7 @@ def _enter_private_root(disk_mb: int) -> None:
     os.umask(0o022)
     mount("tmpfs", root, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,nr_inodes=4k,mode=755")
 
+    # The libraries of the system and of this Python, since code imports modules in the sandbox.
     folders = [
         "/usr/lib",
         "/usr/lib64",
@@ -233,6 +261,7 @@ def _enter_private_root(disk_mb: int) -> None:
         f"{sys.base_exec_prefix}/lib",
         os.path.dirname(os.__file__),
     ]
+    # The last is the list in which the dynamic linker looks up libraries.
     files = ["/dev/null", "/dev/zero", "/dev/random", "/dev/urandom", "/etc/ld.so.cache"]
     for path in map(os.path.normpath, folders + files):
         target = root + path
@@ -240,13 +269,14 @@ def _enter_private_root(disk_mb: int) -> None:
         if os.path.lexists(target) or not os.path.exists(path):
             continue
         os.makedirs(os.path.dirname(target), exist_ok=True)
+        # A mount point must exist. Without a mode, mknod makes an empty regular file.
         make = os.mknod if path in files else os.mkdir
         make(target)
         mount(path, target, flags=MS_BIND | MS_REC)
-        # No devices but those four: a folder of the machine may hold others.
+        # A folder of the machine may hold devices, too. Only the four above may be used.
         if path not in files:
             _add_mount_flags(target, MS_NODEV)
-    # /tmp exists if this Python is installed below it.
+    # Many programs write to /tmp. It exists already if this Python is installed below it.
     if not os.path.lexists(root + "/tmp"):
         os.symlink(WORK_FOLDER, root + "/tmp")
 
@@ -256,17 +286,17 @@ def _enter_private_root(disk_mb: int) -> None:
     options = f"size={disk_mb}m,nr_inodes=1k,mode=777"
     mount("tmpfs", root + WORK_FOLDER, "tmpfs", MS_NOSUID | MS_NODEV | MS_NOEXEC, options)
 
-    # pivot_root leaves the old tree over the new one. Unmounting it (MNT_DETACH) leaves no way to
-    # the files of the machine.
+    # pivot_root leaves the machine's file tree mounted over the new one. After umount2 there is no
+    # way to the files of the machine.
     os.chdir(root)
     _call_libc("pivot_root", b".", b".")
-    _call_libc("umount2", b".", 2)
+    _call_libc("umount2", b".", 2)  # MNT_DETACH: also while files there are open
     os.chdir(WORK_FOLDER)
 
 
 def drop_capabilities() -> None:
     """Drop all capabilities for good, and forbid processes of the same user to trace this one."""
-    # Afterwards no program, such as one with setuid, can give any back.
+    # Afterwards no program can gain capabilities when it is started, not even one with setuid.
     prctl(PR_SET_NO_NEW_PRIVS, 1)
     # The header is _LINUX_CAPABILITY_VERSION_3 and, in its upper half, this process (0). The 24
     # zero bytes are three empty sets: effective, permitted, inheritable.
@@ -277,15 +307,21 @@ def drop_capabilities() -> None:
 def deny_system_calls() -> None:
     """Install a seccomp filter for this process and its children: denied calls fail with EPERM."""
     rows = re.findall(r"^(\w+) +(\w+) +(\w+)$", _DENIED_SYSTEM_CALLS, re.MULTILINE)
-    column = ("name", "x86_64", "aarch64").index(os.uname().machine)
+    column = {"x86_64": 1, "aarch64": 2}[os.uname().machine]
     numbers = {row[0]: int(row[column], 0) for row in rows}
+    architecture = numbers.pop("architecture")
 
-    # An instruction has 64 bits: a value (32), how many instructions to skip if a comparison is
-    # false (8) and if it is true (8), and the operation (16). The value is compared with the number
-    # loaded last. Where an `if_...` does not hold, the next instruction is skipped, or the next 4.
+    # The filter is a program of 64-bit instructions. From the highest bits on, an instruction has
+    # - 32 bits: a value, which `if_...` compares with the number that was loaded last,
+    # - 8 bits: how many instructions are skipped if the comparison is false,
+    # - 8 bits: how many are skipped if it is true,
+    # - 16 bits: the operation.
+    # The rule of the names: if `if_...` holds, the next instruction is run. If it does not hold,
+    # the next instruction is skipped, or the next 4. In Python, `value << 32 | if_equal` means
+    # `(value << 32) | if_equal`, which puts the value into the instruction.
     load_architecture = 0x00000004_00000020
     load_number = 0x00000000_00000020
-    load_argument = 0x00000010_00000020
+    load_first_argument = 0x00000010_00000020
     if_equal = 0x01_00_0015
     if_equal_else_skip_4 = 0x04_00_0015
     if_not_equal = 0x00_01_0015
@@ -299,14 +335,15 @@ def deny_system_calls() -> None:
         # Another architecture and the x32 ABI have other numbers, by which a program could get
         # around the table.
         load_architecture,
-        numbers["architecture"] << 32 | if_not_equal,
+        architecture << 32 | if_not_equal,
         fail_with_eperm,
         load_number,
         0x40000000 << 32 | if_at_least,
         fail_with_eperm,
-        # A fork and a new thread are allowed, a new namespace is not.
+        # A fork and a new thread are allowed, a new namespace is not. The argument takes the place
+        # of the loaded call number, but the program ends within these instructions, or skips them.
         numbers["clone"] << 32 | if_equal_else_skip_4,
-        load_argument,
+        load_first_argument,
         _ANY_NAMESPACE << 32 | if_any_bit,
         fail_with_eperm,
         allow,
@@ -317,15 +354,22 @@ def deny_system_calls() -> None:
         # A process may change its own limits (process 0), but not those of another, such as the
         # driver.
         numbers["prlimit64"] << 32 | if_equal_else_skip_4,
-        load_argument,
+        load_first_argument,
         1 << 32 | if_at_least,
         fail_with_eperm,
         allow,
     ]
+    # clone, clone3 and prlimit64 are among these, but the program has ended for them already.
     for number in numbers.values():
         program += [number << 32 | if_equal, fail_with_eperm]
-    program.append(allow)
+    program += [allow]
 
     code = _uint64s(*program)
-    # prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, {length, address})
-    _call_libc("prctl", 22, 2, _uint64s(len(program), ctypes.addressof(code)), 0, 0)
+    _call_libc(
+        "prctl",
+        22,  # PR_SET_SECCOMP
+        2,  # SECCOMP_MODE_FILTER
+        _uint64s(len(program), ctypes.addressof(code)),
+        0,
+        0,
+    )
