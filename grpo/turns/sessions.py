@@ -44,7 +44,7 @@ class Description:
 
 
 class LoadedTool:
-    """A tool in its worker, made by :class:`grpo.workers.host.Source`.
+    """A tool in its worker, made by :class:`grpo.workers.protocol.Factory`.
 
     Args:
         spec: the name of the tool in the configuration.
@@ -90,7 +90,7 @@ class LoadedTool:
 
 
 class LoadedEnvironment:
-    """The environments of this process, made by :class:`grpo.workers.host.Source`.
+    """The environments of this process, made by :class:`grpo.workers.protocol.Factory`.
 
     Args:
         spec: the name of the environment in the configuration.

@@ -96,7 +96,9 @@ class Worker:
     def ask_if_loaded(self, request: Request) -> None:
         """Send a last request if a process has loaded the object of the request."""
         process = self._process
-        if process is not None and request.key in self._loaded_keys:
+        # A child of a process that has ended may hold its connection: the answer would be waited
+        # for, although nobody can send it.
+        if process and not process.has_ended and request.key in self._loaded_keys:
             process.ask([request], CLOSE_SECONDS)
 
     def kill(self) -> None:

@@ -161,11 +161,9 @@ class WorkerProcess:
         else:
             status = "died"
             # A negative exit status is the number of the signal that ended the process.
-            is_signal = exit_status < 0
-            end = (
-                f"ended by signal {-exit_status}"
-                if is_signal
-                else f"exited with status {exit_status}"
-            )
+            if exit_status < 0:
+                end = f"ended by signal {-exit_status}"
+            else:
+                end = f"exited with status {exit_status}"
             cause = f"{end} ({error!r})"
         return Answer(status, message=f"its worker process {cause}", is_worker_lost=True)
