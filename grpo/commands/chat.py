@@ -5,9 +5,10 @@ r"""Talk to a model, or print samples of one prompt with their rewards.
         --prompt "17+25=" --samples 8 --column answer=42
     python -m grpo.chat --model Qwen/Qwen2.5-0.5B-Instruct --prompt "What is 17+25?"
 
-Prompts are rendered, sampled and scored as in the run that wrote the checkpoint, or with --config.
-A model without a run gets the prompt alone, and no rewards are computed without --column. Where the
-dataset's prompts are lists of messages and a reward reads messages, add data.conversational=true.
+Prompts are rendered, sampled and scored as in the run that wrote the checkpoint, or as the FILE of
+--config says. A model that no run wrote gets the prompt alone, and rewards are computed only with
+--column. If the dataset's prompts are lists of messages and a reward reads messages, add
+data.conversational=true.
 """
 
 import contextlib
@@ -65,7 +66,7 @@ def main(argv: list[str]) -> None:
         tools, rewards = open_rewards(config, at_end)
         columns = dict(options.column)
         if is_scored:
-            # A missing column is an error before the model is loaded, which may take minutes.
+            # A missing column is reported before the model is loaded, which may take minutes.
             rewards.check(columns)
         else:
             rewards = None
@@ -73,7 +74,7 @@ def main(argv: list[str]) -> None:
         engine = load_engine(config, world, path, tokenizer, tools)
         at_end.callback(engine.close)
         sampler = Sampler(config, world, Progress(), engine)
-        # The weights do not change here, so they are made ready for sampling once.
+        # The weights do not change here, so they are prepared for sampling only once.
         at_end.enter_context(sampler.current_weights())
         sample = functools.partial(_sample, sampler, tools)
         if options.prompt is None:
@@ -84,9 +85,10 @@ def main(argv: list[str]) -> None:
 
 
 def name_and_value(item: str) -> tuple[str, Any]:
-    """The name and the value of a column, from NAME=VALUE.
+    """Split NAME=VALUE into the name and the value of a column.
 
-    The value is read as JSON, or is text if it is not JSON. An answer is always text.
+    A value that is valid JSON is parsed, any other value is text. The value of ``answer`` is always
+    text.
     """
     name, value = item.split("=", 1)
     # Rewards compare answers as text, so 007 and 7.0 must not become numbers.
@@ -112,7 +114,7 @@ def _sample(
     config = sampler.config
     policy = sampler.engine.policy
     # A conversation may grow beyond the run's max_prompt_length, up to the model's context. Some
-    # models have no limit there.
+    # models name no context length.
     context_length = policy.context_length or sys.maxsize
     max_prompt_length = context_length - config.rollout.max_completion_length
     data = config.data.model_copy(update={"max_prompt_length": max_prompt_length})
@@ -127,14 +129,15 @@ def _sample(
         schemas_of=tools.schemas_of if tools else None,
     )
     sampling = dataclasses.replace(sampler.sampling, num_generations=num_samples)
-    # The number of the turn, so that the same question gets another answer later.
+    # The number of the turn is part of the seed, so that the same question gets another answer
+    # later.
     seed_key = (config.seed, "chat", turn)
     (group,) = sampler.engine.generate(problem_set.problems, sampling, seed_key=seed_key)
     return group
 
 
 def talk(sample: Callable[..., Group]) -> None:
-    """Hold a conversation: each line of standard input is a turn of the user.
+    """Hold a conversation: each line of standard input is a message of the user.
 
     An empty line starts a new conversation.
     """
@@ -145,7 +148,8 @@ def talk(sample: Callable[..., Group]) -> None:
             continue
         messages.append({"role": "user", "content": line.rstrip("\n")})
         (completion,) = sample(messages, {}, 1, turn).completions
-        # With tools, a completion has several turns of the model, and results between them.
+        # With tools, a completion has several messages of the model, with results of tools between
+        # them.
         answer = getattr(completion, "messages", None)
         if not answer:
             answer = [{"role": "assistant", "content": completion.text}]
@@ -154,8 +158,8 @@ def talk(sample: Callable[..., Group]) -> None:
 
 
 def show_samples(group: Group, rewards: RewardRunner | None) -> None:
-    """Print completions of one prompt, each with all its rewards, as in a training step."""
-    # All at once: a reward may compare the completions of a group.
+    """Print the completions of one prompt, each with its values of all rewards."""
+    # All completions are scored at once, because a reward may compare the completions of a group.
     values = score_groups(rewards, [group]).values if rewards else []
     for number, completion in enumerate(group.completions):
         ending = "finished" if completion.finished else "truncated"

@@ -1,4 +1,4 @@
-"""The parser of a command, and the exit code of a command that a user's mistake ends."""
+"""Helpers for the commands: the parser of arguments, and the exit code after a user's mistake."""
 
 import argparse
 import functools
@@ -9,9 +9,9 @@ from grpo.telemetry.terminal import print_user_error
 
 
 def command_parser(name: str, description: str) -> argparse.ArgumentParser:
-    """The parser of ``python -m grpo.NAME``, with the option ``--config``.
+    """Return the parser of ``python -m grpo.NAME``, with the option ``--config``.
 
-    Arguments of the form ``section.key=value`` remain for :meth:`parse_known_args`.
+    ``parse_known_args`` returns arguments of the form ``section.key=value`` as unknown arguments.
     """
     parser = argparse.ArgumentParser(
         prog=f"python -m grpo.{name}",
@@ -19,8 +19,8 @@ def command_parser(name: str, description: str) -> argparse.ArgumentParser:
         description=description,
         epilog=KEYS_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        # An unknown option is an error of the configuration, and not an abbreviation of another
-        # option.
+        # An abbreviated option is not accepted here. It is left to the configuration, which refuses
+        # it.
         allow_abbrev=False,
     )
     parser.add_argument("--config", metavar="FILE", help="YAML file of a run")
@@ -30,7 +30,7 @@ def command_parser(name: str, description: str) -> argparse.ArgumentParser:
 def command(main: Callable[[list[str]], int | None]) -> Callable[[list[str]], int]:
     """Decorate ``main(argv)`` so that it returns an exit code and prints a user's mistake.
 
-    A ``ValueError`` or ``OSError`` is printed without a traceback, with the exit code 2.
+    A ``ValueError`` or ``OSError`` is printed without a traceback, and the exit code is 2.
     """
 
     @functools.wraps(main)
@@ -41,7 +41,7 @@ def command(main: Callable[[list[str]], int | None]) -> Callable[[list[str]], in
             print_user_error(error)
             return 2
         except KeyboardInterrupt:
-            # The code of a shell for a program that Ctrl-C has ended: 128 + SIGINT.
+            # A shell gives this code to a program that Ctrl-C has ended: 128 + SIGINT.
             return 130
 
     return run

@@ -4,7 +4,7 @@ r"""Print the first prompts as the model will read them, without loading the mod
     python -m grpo.data --config configs/X.yaml \
         data.system_prompt="Think, then answer." data.max_prompt_length=256
 
-Then come the numbers of rows that are used and left out.
+The command then prints how many rows are used and how many are left out.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from grpo.system import ignore_broken_pipes, printable
 from grpo.turns.tools import Tools
 
 NUM_PROMPTS = 3
-"""Number of prompts of each split that are printed."""
+"""Number of prompts that are printed for each split."""
 
 
 @command
@@ -40,7 +40,8 @@ def main(argv: list[str]) -> None:
             )
             if rows is None:  # a configuration may have no evaluation
                 return
-            # The template shows tools in the prompt, so the counts of tokens need them.
+            # The chat template writes the tools into the prompt, so the counts of tokens include
+            # the tools.
             problem_set = make_problems(
                 rows,
                 config.data,
@@ -48,12 +49,13 @@ def main(argv: list[str]) -> None:
                 schemas_of=tools.schemas_of if config.uses_turns else None,
             )
             split = "training" if is_training else "evaluation"
-            # No environment is reset here: what its reset would add to a prompt is not shown.
+            # No environment is reset here, so text that its reset would add to a prompt is not
+            # shown.
             suffix = ", before reset()" if config.environment else ""
             print(f"=== {split}: {rows.source}{suffix}")
             for line in preview(rows, problem_set, tokenizer):
                 print(printable(line))
-            # Evaluation prompts that are also trained on make an accuracy too high.
+            # Evaluation prompts that are also training prompts make the accuracy too high.
             if training_problems is not None:
                 shared = count_shared_prompts(training_problems, problem_set.problems)
                 print(f"also training prompts: {shared}")
@@ -61,7 +63,8 @@ def main(argv: list[str]) -> None:
 
 
 def preview(rows: Rows, problem_set: ProblemSet, tokenizer: Any) -> Iterator[str]:
-    """Yield the lines about a split: its first prompts with their columns, then its counts."""
+    """Yield the lines about a split: its first prompts with their columns, then the numbers of rows
+    used and left out."""
     problems = problem_set.problems
     for problem in problems[:NUM_PROMPTS]:
         yield f"--- prompt of {rows.place_of(problem.index)}, {len(problem.prompt_ids)} tokens"

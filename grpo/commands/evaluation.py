@@ -6,10 +6,10 @@ r"""Evaluate models with the configuration of a run, outside training.
         eval.num_samples=8 eval.temperature=1
     torchrun --nproc_per_node=8 -m grpo.evaluation --config X.yaml --model FOLDER
 
-Data, prompts, rewards, seed and the section `eval` come from the configuration, and with the
-built-in engine the completions are the same as in the evaluations of the training loop. Without
---config it is the configuration of the run that wrote the checkpoint (with several models: the
-first that has one), without such a run the defaults.
+Data, prompts, rewards, seed and the section `eval` come from the configuration. With the built-in
+engine, the completions are the same as in the evaluations of the training loop. Without --config,
+the configuration of the run that wrote the checkpoint is used. With several models, this is the run
+of the first model that has one. If no model has a run, the defaults are used.
 
 The command prints each metric with its 95% interval and count, and writes every problem with its
 completions and their results to OUTPUT_DIR/evaluation.json (or --output).
@@ -46,7 +46,8 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--output", type=Path, metavar="FILE", help="the JSON file to write")
     options, overrides = parser.parse_known_args(argv)
-    # No `@command`: under torchrun a mistake is printed once, and not by each rank.
+    # This function has no decorator `@command`: under torchrun a mistake is printed once, and not
+    # by each rank.
     world = None
     try:
         config, run_file = config_of_models(
@@ -127,7 +128,7 @@ def _evaluate(
         path, tokenizer = find_tokenizer(config, model)
     with world.fail_together():
         split_stop(tokenizer, config.rollout.stop)  # refuses strings that could never match
-        # The prompts depend on the model, by its tokenizer and chat template.
+        # The prompts depend on the tokenizer and the chat template of the model.
         problem_set = make_problems(
             rows,
             config.data,
@@ -137,7 +138,7 @@ def _evaluate(
         problems = problem_set.problems[: config.eval.max_samples]
         check_eval_context(config, path, problems)
     if world.is_main:
-        # The counts belong to the result: fewer problems are another benchmark.
+        # The counts are part of the result: an evaluation of fewer problems is another benchmark.
         print(
             f"data      {rows.source}: {len(problems)} problems; "
             f"left out: {problem_set.num_too_long} too long, {problem_set.num_empty} without text"
@@ -162,8 +163,8 @@ def _evaluate(
             seed=config.seed,
             on_problems=bar.update,
         )
-    # A completion without a score counts as wrong. If none has a score, the reward is broken, and
-    # an accuracy of 0 would be taken for a result of the model.
+    # A completion without a score counts as wrong. If no completion has a score, the reward is
+    # broken, and an accuracy of 0 would be taken for a result of the model.
     num_unscored = evaluation.num_unscored
     if num_unscored == len(evaluation.completions):
         raise ValueError(
@@ -191,7 +192,7 @@ def write_json(
     evaluations: list[Evaluation],
     output: Path,
 ) -> None:
-    """Write the configuration, and of each model all metrics and the results of every problem."""
+    """Write the configuration and, for each model, all metrics and the results of every problem."""
     content = {"config": config.masked_values(), "models": []}
     for model, evaluation in zip(models, evaluations, strict=True):
         metrics = {name: vars(estimate) for name, estimate in evaluation.estimates.items()}

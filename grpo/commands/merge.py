@@ -1,13 +1,13 @@
-"""Add a LoRA adapter to the weights of its model: a Hugging Face folder that every program loads
-without peft.
+"""Merge a LoRA adapter into the weights of its base model. The result is a Hugging Face folder that
+loads without peft.
 
     python -m grpo.merge runs/X
         the newest checkpoint of a run, into its folder merged/
     python -m grpo.merge runs/X/checkpoint-100 --output DIR
         any folder with adapter_config.json
 
-The model's own weights are read again from where the adapter's configuration says; peft adds the
-adapter in fp32.
+The weights of the base model are read from the place that the adapter's configuration names. peft
+adds the adapter in fp32.
 """
 
 import argparse
@@ -37,7 +37,8 @@ def main(argv: list[str]) -> None:
     options = parser.parse_args(argv)
 
     folder = options.folder
-    # The folder of a run has checkpoints, and the newest of them may be half written.
+    # The folder of a run holds checkpoints. The newest of them may be half written, so the newest
+    # valid checkpoint is taken.
     adapter = folder if is_adapter(folder) else checkpoint.find_newest_valid(folder)
     # A run without LoRA has checkpoints, too, but they are models already.
     if adapter is None or not is_adapter(adapter):

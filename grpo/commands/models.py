@@ -1,4 +1,4 @@
-"""Tools, rewards, tokenizer and engine of the commands that sample from models."""
+"""Load the tools, rewards, tokenizer and engine for the commands that sample from models."""
 
 import tempfile
 from contextlib import ExitStack
@@ -16,23 +16,24 @@ from grpo.turns.tools import Tools
 from grpo.vllm import build_engine
 
 BUILTIN_ENGINE = ("rollout.engine=builtin", "rollout.server=start")
-"""Arguments that stand before those of the user: the vLLM servers of a run need not be there when
-its model is sampled from later."""
+"""Arguments that stand before the user's arguments, so that the built-in engine is the default. The
+vLLM servers of a run may no longer exist when its model is sampled from later."""
 
 
 def open_rewards(
     config: Config,
     at_end: ExitStack,
 ) -> tuple[Tools | None, RewardRunner]:
-    """The tools and environments of a run (None if it has no turns), and its rewards.
+    """Return the ``Tools`` of a run, which include its environments, and its ``RewardRunner``. The
+    first is None if the run has neither tools nor an environment.
 
-    Both have worker processes, which ``at_end`` closes.
+    ``at_end`` closes the worker processes of both objects.
     """
     tools = None
     specs = config.reward.functions
     if config.uses_turns:
         tools = Tools(config)
-        # Before loading, which may fail and leave a worker behind.
+        # The callback is registered before loading, which may fail and leave a worker behind.
         at_end.callback(tools.close)
         # The environment may give a reward, too.
         specs = tools.load().reward_specs(specs)
@@ -47,9 +48,9 @@ def open_rewards(
 
 
 def find_tokenizer(config: Config, model: str) -> tuple[str, PreTrainedTokenizerBase]:
-    """The folder or Hub id of a model, and its tokenizer.
+    """Return the folder or Hub id of a model, and its tokenizer.
 
-    A built-in model is built first, if it is not in the cache.
+    A built-in model that is not in the cache is built first.
     """
     trust_remote_code = config.model.trust_remote_code
     path = resolve_model(
@@ -74,12 +75,13 @@ def load_engine(
     tools: Tools | None,
     max_row_length: int = 0,
 ) -> Engine:
-    """The engine of the model at ``path``, with the settings of a run.
+    """Return an engine for the model at ``path``, with the settings of a run.
 
-    All ranks call it together.
+    All ranks call this function together.
 
     Args:
-        max_row_length: maximum number of tokens of a prompt and its completion. Default: not known.
+        max_row_length: largest number of tokens of a prompt with its completion. Default: not
+            known.
     """
     with world.fail_together():
         policy = load_policy(
@@ -91,8 +93,8 @@ def load_engine(
             trust_remote_code=config.model.trust_remote_code,
             base_precision=config.lora.base_precision,
         )
-        # The check chooses the kernels, as at the start of training: other kernels round in another
-        # way, and would sample other tokens.
+        # As at the start of training, the check chooses the kernels. Other kernels would round
+        # differently, and other tokens would be sampled.
         check_model(
             policy,
             CompletionScorer(policy.model),
@@ -106,9 +108,11 @@ def load_engine(
             policy,
             path=path,
             root=policy.model,
-            # The limit of prompts may be far above the model's context, which vLLM refuses.
+            # The limit of prompts may be far above the model's context, and vLLM refuses such a
+            # length.
             longest=min(max_row_length, policy.context_length or max_row_length),
-            # The weights do not change here, so the servers need not prove that they have new ones.
+            # The weights do not change here, so no probe is needed to show that the servers have
+            # new weights.
             probe_ids=(),
             folder=tempfile.mkdtemp(),
         )
@@ -117,6 +121,6 @@ def load_engine(
     if tools is None:
         return engine
     engine = TurnsEngine(engine, tools, config, num_ranks=world.size)
-    # The run has checked the chat template of its own model, and this may be another model.
+    # The run checked the chat template of the model that it trained. This may be another model.
     engine.check()
     return engine

@@ -12,7 +12,8 @@ from grpo.report.read import RunData, read_run
 from grpo.system import ignore_broken_pipes, write_atomically
 
 RELOAD_S = 5
-"""Seconds between two pages with ``--watch``, and between two reloads of the open page."""
+"""Seconds after which ``--watch`` writes a new page, and after which the open page reloads
+itself."""
 
 
 @command
@@ -46,7 +47,7 @@ def main(argv: list[str]) -> None:
     )
     options = parser.parse_args(argv)
 
-    # A page of several runs belongs to none of their folders.
+    # A page of several runs belongs to no single run, so it is written to the current folder.
     folder = options.runs[0] if len(options.runs) == 1 else Path()
     output = options.output or folder / "report.html"
 
@@ -69,10 +70,10 @@ def _write(
     output: Path,
     reload_s: float | None,
 ) -> list[RunData]:
-    """Write the page of all runs. Returns them.
+    """Write the page of all runs, and return the data of the runs.
 
     Args:
-        reload_s: seconds after which the open page reloads itself; None: never.
+        reload_s: seconds after which the open page reloads itself; None if it does not.
     """
     runs = [read_run(folder, max_samples=options.max_samples) for folder in options.runs]
     output.parent.mkdir(parents=True, exist_ok=True)

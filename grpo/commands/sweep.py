@@ -6,15 +6,16 @@ results.
     python -m grpo.sweep --config configs/X.yaml --one-at-a-time \
         --vary algorithm.beta=0.1 --vary algorithm.scale=none
 
-All combinations of the values run, each with every seed, one run after the other; with
---one-at-a-time the configuration as it is (`base`) and each value alone. All are checked before the
-first one starts. Values are read as YAML; a comma inside brackets or quotes belongs to its value.
+Each combination of the values is a variant. With --one-at-a-time, the variants are the
+configuration as it is (`base`) and each value alone. Every variant runs with every seed, one run
+after the other. All runs are checked before the first run starts. Values are read as YAML: a comma
+inside brackets or quotes belongs to its value.
 
-OUTPUT/<variant>,seed=<n>/ is an ordinary run, OUTPUT/<variant>,seed=<n>.log what it printed.
+OUTPUT/<variant>,seed=<n>/ is the folder of a run, OUTPUT/<variant>,seed=<n>.log its printed output.
 OUTPUT/sweep.md and sweep.csv compare the variants: the mean of each metric over the seeds, and its
 difference to the first variant with the same seeds. The same command continues a sweep that was
-stopped: each run goes on from its newest checkpoint. A run that fails stops no other; it is named
-at the end, and the exit status is 1.
+stopped: each run goes on from its newest checkpoint. A run that fails does not stop the others. It
+is named at the end, and the exit status is 1.
 """
 
 import functools
@@ -49,23 +50,24 @@ from grpo.system import end_with_parent, ignore_broken_pipes
 
 @dataclass(frozen=True)
 class SweptRun:
-    """One variant with one seed: an ordinary run."""
+    """One run of a sweep: a variant with a seed."""
 
     variant: str
-    """``base``, or ``key=value``, joined by commas if there are several."""
+    """Name of the variant: ``base``, or its values as ``key=value``, joined by commas."""
     seed: int
     folder: Path
     log: Path
-    """The file with what the run prints."""
+    """File with the printed output of the run."""
     arguments: list[str]
-    """The training script's command line."""
+    """Command-line arguments of the training script."""
     config: Config
 
 
 @command
 def main(argv: list[str]) -> int:
     ignore_broken_pipes()
-    # SIGTERM, from a scheduler for example, ends a sweep as Ctrl-C does: its run saves.
+    # SIGTERM, from a scheduler for example, ends a sweep as Ctrl-C does: the current run saves a
+    # checkpoint first.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     parser = command_parser("sweep", __doc__)
     add = parser.add_argument
@@ -100,13 +102,14 @@ def main(argv: list[str]) -> int:
     )
 
     failed_runs = []
-    # Filled before the runs: the first variant stays the first, also if its first run fails.
+    # All variants are entered before the first run starts. The first variant stays the first, even
+    # if its first run fails.
     results = {run.variant: {} for run in runs}
     for number, run in enumerate(runs, 1):
         if not options.table_only:
             print(f"run {number} of {len(runs)}: {run.log}")
-            # A complete run is started, too: it ends at once, or fails if its data or rewards have
-            # changed since, and its results must not be in the table then.
+            # A complete run is started, too. It ends at once, or fails if its data or rewards have
+            # changed since. Results of a failed run are not in the table.
             if train(run) != 0:
                 failed_runs.append(run)
                 continue
@@ -129,13 +132,13 @@ def read_varied(items: Sequence[str]) -> list[list[str]]:
     ``section.key=value`` for each key.
 
     Raises:
-        ConfigError: if the values are no list in YAML, or there is none.
+        ConfigError: if the values of a key are no list in YAML, or the list is empty.
     """
     varied: dict[str, list[str]] = {}
     for item in items:
         key, _, rest = item.partition("=")
-        # YAML finds the commas between values. The text of each value is kept as it was written:
-        # the configuration reads it, and it names the variant.
+        # YAML finds the commas between values. The text of each value is kept as written, because
+        # it is passed to the configuration and names the variant.
         text = f"[{rest}]"
         try:
             nodes = yaml.compose(text, Loader=yaml.SafeLoader).value
@@ -147,7 +150,7 @@ def read_varied(items: Sequence[str]) -> list[list[str]]:
             )
         for node in nodes:
             value = text[node.start_mark.index : node.end_mark.index]
-            # Two --vary of one key are one list of values.
+            # The values of two --vary with the same key are joined into one list.
             varied.setdefault(key, []).append(f"{key}={value}")
     return list(varied.values())
 
@@ -160,7 +163,7 @@ def make_plan(
     *,
     one_at_a_time: bool,
 ) -> list[SweptRun]:
-    """All runs of a sweep, seed by seed, each of them checked.
+    """Return all runs of a sweep, seed by seed, after a check of each run.
 
     Args:
         base: the training script's arguments for all runs.
@@ -168,9 +171,9 @@ def make_plan(
         one_at_a_time: the variants are ``base`` and each value alone, not all combinations.
 
     Raises:
-        ValueError: for the first run that cannot be made.
+        ValueError: a run is refused by the checks. The first such run is reported.
     """
-    # The sweep itself sets these two for each run.
+    # The sweep sets seed and output_dir for each run.
     if any(word.startswith(("seed=", "output_dir=")) for word in itertools.chain(base, *varied)):
         raise ConfigError("seed and output_dir cannot be set in a sweep: use --seeds and --output")
     variants = list(itertools.product(*varied))
@@ -181,19 +184,21 @@ def make_plan(
     names = variant_names(variants)
 
     runs = []
-    # Seed by seed, so that a sweep that is stopped early has compared all variants.
+    # The runs are ordered by seed, so that a sweep that is stopped early has compared all variants.
     for seed in seeds:
         for name, changes in zip(names, variants, strict=True):
             folder = output / f"{name},seed={seed}"
-            # Quoted, since the value is read as YAML, and a folder's name may hold ": ".
+            # The folder is quoted, because the value is read as YAML, and a folder's name may hold
+            # ": ".
             output_dir = f"output_dir={json.dumps(str(folder))}"
             arguments = [*base, *changes, f"seed={seed}", output_dir]
-            # The checks that a run makes before it loads a model.
+            # A run makes the same checks before it loads a model.
             config = load_config(arguments)
             check_world_size(config, num_ranks(config))
             load_user_functions(config)
-            # The run itself refuses to continue with other settings that change what it computes.
-            # Evaluations change nothing there, but the table would compare different ones.
+            # A run refuses to continue if settings of its training have changed, but accepts
+            # changed settings of its evaluations. The table would then compare different
+            # evaluations.
             has_checkpoint = any(folder.glob("checkpoint-*"))
             if has_checkpoint and make_config(folder / "config.yaml").eval != config.eval:
                 raise ConfigError(
@@ -205,14 +210,15 @@ def make_plan(
 
 
 def variant_names(variants: Sequence[Sequence[str]]) -> list[str]:
-    """Names that a person can read and a folder can have, such as ``scale=none,beta=0.1``."""
+    """Return names of the variants that a person can read and a folder can have, such as
+    ``scale=none,beta=0.1``."""
     names = []
     for changes in variants:
-        # Secrets are masked: names are printed, and a dashboard shows them.
+        # Secrets are masked, because the names are printed and shown by a dashboard.
         text = ",".join(map(mask_secrets, changes)) or "base"
         without_sections = re.sub(r"\b\w+\.(?=\w+=)", "", text)
         name = re.sub(r"[^\w.,=+-]+", "_", without_sections, flags=re.ASCII)[:100].strip("_")
-        # Values may differ only in what is replaced or cut off above.
+        # Two variants may differ only in characters that are replaced or cut off above.
         if name in names:
             name = f"{name}-{len(names)}"
         names.append(name)
@@ -220,12 +226,13 @@ def variant_names(variants: Sequence[Sequence[str]]) -> list[str]:
 
 
 def num_ranks(config: Config) -> int:
-    """The number of processes of a run: one for each GPU."""
+    """Return the number of processes of a run: one for each GPU, or one on CPU."""
     return 1 if config.runtime.device == "cpu" else max(torch.cuda.device_count(), 1)
 
 
 def train(run: SweptRun) -> int:
-    """Train one run, and return its exit code. Ctrl-C reaches the run, which then saves."""
+    """Start one run, wait for its end, and return its exit code. On Ctrl-C, the run saves a
+    checkpoint and ends."""
     launcher = [sys.executable]
     ranks = num_ranks(run.config)
     if ranks > 1:
@@ -236,8 +243,8 @@ def train(run: SweptRun) -> int:
             [*launcher, str(PAGE), *run.arguments],
             stdout=log,
             stderr=subprocess.STDOUT,
-            # A session of its own: Ctrl-C in the terminal reaches the sweep alone, which stops the
-            # run once.
+            # The run has a separate session. Otherwise Ctrl-C in the terminal would reach the sweep
+            # and the run, and the run would be stopped twice.
             start_new_session=True,
             # If the sweep is killed, the run gets SIGTERM, and saves.
             preexec_fn=functools.partial(end_with_parent, signal.SIGTERM),

@@ -1,5 +1,5 @@
-"""The results of a sweep: each metric of each variant, and its difference to the first variant with
-the same seeds."""
+"""Results of a sweep: each metric of each variant, and its difference to the first variant with the
+same seeds."""
 
 import fnmatch
 import math
@@ -11,7 +11,8 @@ import pandas
 from grpo.system import write_atomically
 
 NUM_LAST_STEPS = 10
-"""Number of steps at the end of a run whose metrics are averaged: those of one step are noisy."""
+"""Number of steps at the end of a run over which metrics are averaged. Metrics of a single step are
+noisy."""
 TABLE_METRICS = (
     "eval/greedy_accuracy",
     "eval/mean@*",
@@ -25,11 +26,12 @@ TABLE_METRICS = (
     "grad_norm",
     "step_time",
 )
-"""Patterns of the metrics in the table, in its order. The CSV file has all metrics."""
+"""Patterns of the metrics in the table, in the order of the table. The CSV file has all metrics."""
 T_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 """97.5% quantiles of Student's t distribution with 1 to 10 degrees of freedom.
 
-With more degrees of freedom the last one is taken, which makes intervals up to 14% too wide.
+With more than 10 degrees of freedom, the last quantile is used, which makes intervals up to 14% too
+wide.
 """
 CAPTION = (
     "\nMean over the seeds ± half of its 95% interval. "
@@ -41,8 +43,8 @@ CAPTION = (
 )
 
 Results = dict[str, dict[int, list[dict[str, Any]]]]
-"""Variant -> seed -> the lines of ``metrics.jsonl``. The first variant is the base, to which the
-others are compared."""
+"""Results by variant and seed: the lines of ``metrics.jsonl``. The first variant is the base, with
+which the others are compared."""
 
 
 def write_results(output: Path, results: Results) -> None:
@@ -56,10 +58,11 @@ def write_results(output: Path, results: Results) -> None:
 
 
 def measure(metrics: list[dict[str, Any]]) -> pandas.Series:
-    """The numbers of one run by metric: its last evaluation, and the means of the last steps."""
+    """Return one number per metric of a run: the value at the last evaluation, or the mean over the
+    last steps."""
     # Step 0 is the evaluation before training, which says nothing about the variant.
     table = pandas.DataFrame(metrics, dtype=float).query("step > 0")
-    # The last line with an evaluation: most steps have none.
+    # Most lines have no evaluation, so the last line with an evaluation is taken.
     evaluation = table.filter(regex="^eval/").dropna(how="all").tail(1)
     steps = table.filter(regex="^(?!eval/)").tail(NUM_LAST_STEPS)
     # The mean of one row is the row itself, and a mean leaves out the steps that lack a metric.
@@ -67,7 +70,7 @@ def measure(metrics: list[dict[str, Any]]) -> pandas.Series:
 
 
 def compare(results: Results) -> pandas.DataFrame:
-    """A table with one row for each variant and metric."""
+    """Return a table with one row for each variant and metric."""
     base = None
     parts = {}
     for variant, runs in results.items():
@@ -76,7 +79,7 @@ def compare(results: Results) -> pandas.DataFrame:
         if base is None:
             base = numbers
         # Seeds may differ more than variants do, so variants are compared seed by seed. The
-        # difference is NaN where one of the two lacks the seed or the metric.
+        # difference is NaN if one of the two variants lacks the seed or the metric.
         difference = numbers - base
         columns = {
             "seeds": numbers.count(axis=1),
@@ -91,19 +94,19 @@ def compare(results: Results) -> pandas.DataFrame:
 
 
 def margin_of_error(numbers: pandas.DataFrame) -> pandas.Series:
-    """The margin of error of each row's mean: half of the width of its 95% interval.
+    """Return the margin of error of each row's mean: half the width of its 95% interval.
 
-    NaN for fewer than two numbers, which have no standard deviation.
+    The margin is NaN for fewer than two numbers, which have no standard deviation.
     """
     n = numbers.count(axis=1)
-    # n numbers have n - 1 degrees of freedom, and the first quantile is that of one.
+    # n numbers have n - 1 degrees of freedom, and the first quantile is for one degree of freedom.
     quantiles = n.map(lambda count: T_QUANTILES[min(count - 2, len(T_QUANTILES) - 1)])
     return quantiles * numbers.std(axis=1) / n**0.5
 
 
 def as_markdown(rows: pandas.DataFrame, base: str) -> str:
-    """The Markdown table of ``TABLE_METRICS``, and its caption."""
-    # Padded to columns: the table is also printed, and read as it is.
+    """Return the Markdown table of ``TABLE_METRICS``, followed by its caption."""
+    # Cells are padded to equal width, because the table is also printed.
     width = rows["variant"].str.len().max()
     heading = f"difference to {base}"
     lines = [
@@ -129,7 +132,8 @@ def _cell(
     margin: float,
     sign: str = "",
 ) -> str:
-    """A value and its margin of error. ``sign``: "+" shows the sign of positive values, too."""
+    """Return the text of a value with its margin of error. ``sign="+"`` also shows the sign of
+    positive values."""
     if math.isnan(value):
         return "-"
     text = f"{value:{sign}.4g}"

@@ -1,4 +1,4 @@
-"""``python -m grpo.data``."""
+"""Entry point of ``python -m grpo.data``."""
 
 import sys
 

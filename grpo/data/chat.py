@@ -1,5 +1,5 @@
-"""Turn prompts into the text and the tokens that the model reads: chat template, special tokens,
-BOS."""
+"""Turn prompts into the text and the tokens that the model reads, with its chat template and
+special tokens."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -8,22 +8,22 @@ from typing import Any
 from grpo.config import DataConfig
 
 Prompt = str | list[dict]
-"""A text, or chat messages with ``role``, ``content`` and any other key that the chat template
-reads."""
+"""A prompt: a text, or chat messages with ``role``, ``content`` and any other key that the chat
+template reads."""
 
 TURN_MARKER = re.compile(r"<[|｜][^<>\s]+[|｜]>|\[/?[A-Z_]+\]|<\w+_of_\w+>")
-"""Markers of turns in chat templates, as special tokens or plain text: ``<|user|>``, ``[INST]``,
-``<start_of_turn>``."""
+"""Pattern of the markers that chat templates write around messages: ``<|user|>``, ``[INST]``,
+``<start_of_turn>``. A marker may be a special token or plain text."""
 
 
 def conversation(prompt: Prompt, config: DataConfig) -> list[dict]:
-    """A prompt as chat messages: system prompt, worked examples, question."""
+    """Return a prompt as chat messages: system prompt, worked examples, question."""
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
     question = list(prompt)
 
-    # A system prompt in the row belongs to this problem, so it takes the place of the configured
-    # one. Many templates refuse two.
+    # A system prompt in the row belongs to this problem, so it replaces the configured system
+    # prompt. Many templates refuse two system messages.
     context = []
     if question[0]["role"] == "system":
         context.append(question.pop(0))
@@ -43,18 +43,18 @@ def render(
     config: DataConfig,
     schemas: Sequence[dict] = (),
 ) -> str:
-    """The text that the model reads: system prompt, worked examples and question in the chat
+    """Return the text that the model reads: system prompt, worked examples and question in the chat
     template.
 
-    Without a chat template they are joined as plain text. A ``prompt_template`` replaces everything
-    but the question.
+    Without a chat template, these parts are joined as plain text. With ``data.prompt_template``,
+    the text is that template with the question filled in.
 
     Args:
         schemas: schemas of the tools that the chat template shows.
 
     Raises:
-        ValueError: the chat template refuses the messages, or turns of a conversation would lose
-            their roles.
+        ValueError: the chat template refuses the messages, or the prompt is a conversation and no
+            chat template would write its roles.
     """
     messages = conversation(prompt, config)
     if tokenizer.chat_template and config.prompt_template is None:
@@ -71,14 +71,14 @@ def render(
                 f"the model's chat template refuses {messages!s:.200}: {error}"
             ) from error
 
-    # Joined as plain text, the turns of a user and of a model would look alike.
+    # Joined as plain text, messages of a user and of a model would look alike.
     if not isinstance(prompt, str) and len(prompt) > 1:
         raise ValueError(
             f"a prompt is a conversation of {len(prompt)} messages, and no chat template would say "
             "who speaks: set model.chat_template=FILE, without data.prompt_template"
         )
     if config.prompt_template is not None:
-        # Not str.format: templates and questions contain braces of code and LaTeX.
+        # str.format would take braces of code or LaTeX in the template for placeholders.
         return config.prompt_template.replace("{prompt}", messages[-1]["content"])
     return "\n\n".join(message["content"] for message in messages)
 
@@ -92,14 +92,14 @@ def apply_template(
     begins_next_turn: bool = True,
     name: str | None = None,
 ) -> str:
-    """The text of messages in the chat template.
+    """Return messages as text, rendered with the chat template.
 
     Args:
-        begins_next_turn: True if the text ends with the header of the model's next turn.
-        name: name of the template, for a tokenizer with several. Default: ``tool_use`` if there are
-            schemas, else ``default``.
+        begins_next_turn: True if the text ends with the header of the model's next message.
+        name: name of the template, for a tokenizer with several templates. Default: ``tool_use`` if
+            there are schemas, else ``default``.
     """
-    # An empty list of tools would make some templates write a section of tools without any.
+    # For an empty list, some templates would write a section about tools that lists no tool.
     return tokenizer.apply_chat_template(
         list(messages),
         tools=list(schemas) if schemas else None,
@@ -111,14 +111,15 @@ def apply_template(
 
 
 def encode(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
-    """Token ids of texts outside a chat template, each after the special tokens that the tokenizer
-    puts before a text, such as BOS.
+    """Return the token ids of texts that are not rendered with a chat template.
 
-    A text that begins with these tokens already, as a rendered prompt does, gets no second ones. An
-    EOS that the tokenizer would put after a text is left out: a model cannot continue after it.
+    The ids begin with the special tokens that the tokenizer puts before a text, such as BOS. These
+    tokens are not added to a text that already begins with them, such as a prompt that was rendered
+    beforehand. An EOS that the tokenizer would put after a text is left out, because a model cannot
+    continue after EOS.
     """
-    # Tokenizers add BOS by a setting, by a post-processor, or in code, so the prefix is read off a
-    # short text, encoded with and without special tokens.
+    # Tokenizers add BOS by a setting, by a post-processor, or in code. So the prefix is found by
+    # encoding a short text with and without special tokens.
     word_ids = tokenizer("a", add_special_tokens=False)["input_ids"]
     ids_with_special = tokenizer("a")["input_ids"]
     prefix = ids_with_special[: ids_with_special.index(word_ids[0])]
@@ -131,28 +132,29 @@ def encode(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
 
 
 def special_tokens(tokenizer: Any) -> set[str]:
-    """The tokens that ``decode(..., skip_special_tokens=True)`` leaves out of a text."""
+    """Return the special tokens, which ``decode(..., skip_special_tokens=True)`` leaves out of a
+    text."""
     added = tokenizer.added_tokens_decoder.values()
     return {str(token) for token in added if token.special}
 
 
 def turn_markers(tokenizer: Any) -> set[str]:
-    """The markers that the chat template writes around a user's message."""
+    """Return the markers that the chat template writes around a user's message."""
     try:
         text = apply_template(tokenizer, [{"role": "user", "content": "x"}])
     except Exception:
-        # The template may demand other messages, such as a system prompt first. Then no marker is
-        # known, and no prompt is refused for one.
+        # The template may demand other messages, such as a system prompt first. Then no markers are
+        # known, and prompts are not checked for markers.
         return set()
     return set(TURN_MARKER.findall(text))
 
 
 def tag_tokens(tokenizer: Any) -> set[str]:
-    """Special tokens in pairs, such as ``<think>`` and ``</think>``, that the tokenizer's template
-    does not put around turns.
+    """Return special tokens in pairs, such as ``<think>`` and ``</think>``, without the markers
+    that the chat template writes around messages.
 
     In some published models the tags that a reward reads are special tokens. Decoding must not drop
-    them.
+    these tags.
     """
     special = special_tokens(tokenizer)
     tags = set()

@@ -14,18 +14,18 @@ from grpo.data.tiny import is_tiny_tokenizer
 
 @dataclass(frozen=True)
 class ProblemSet:
-    """The problems of one split, with the numbers of rows left out and of rows without answer."""
+    """The problems of one split, with the numbers of rows that were left out or have no answer."""
 
     problems: list[Problem]
     num_too_long: int = 0
-    """Rows left out because their prompt has more than ``max_prompt_length`` tokens."""
+    """Number of rows left out because their prompt has more than ``max_prompt_length`` tokens."""
     num_empty: int = 0
-    """Rows left out because their prompt has no text or no token."""
+    """Number of rows left out because their prompt has no text or no token."""
     num_without_answer: int = 0
-    """Rows that are kept although their answer is None: it was missing, or ``answer_pattern``
-    matched nothing."""
+    """Number of rows whose answer is None, because it is missing or ``answer_pattern`` matched
+    nothing. These rows are not left out."""
     notes: tuple[str, ...] = ()
-    """Lines for the user about the form of the prompts."""
+    """Notes and warnings about the rendered prompts, printed for the user."""
 
 
 def make_problems(
@@ -38,16 +38,18 @@ def make_problems(
     """Render and tokenize the prompts. A prompt that is too long is left out, never truncated.
 
     Args:
-        schemas_of: in runs with turns, maps the columns of a row to the schemas of the tools that
-            its prompt shows. Default: completions have one turn.
+        schemas_of: maps the columns of a row to the schemas of the tools that its prompt shows.
+            Default: the run has neither tools nor an environment.
 
     Raises:
-        ValueError: a prompt cannot be rendered, or is rendered already; or no problem is left.
+        ValueError: a prompt cannot be rendered, a chat template has rendered it already, or no
+            problem is left.
     """
     has_template = bool(tokenizer.chat_template) and config.prompt_template is None
 
-    # Decided before the instructions of a task are filled in below. They make a conversation for
-    # the model, but rewards get a text as messages only if the user set a context, or with turns.
+    # Rewards get messages instead of text if the user set a system prompt or examples, or in a run
+    # with tools or an environment. This is decided before a task's instructions are filled in as a
+    # system prompt below, because rewards get text despite those instructions.
     conversational = config.conversational
     if conversational == "auto":
         has_context = bool(config.system_prompt or config.few_shot)
@@ -70,26 +72,26 @@ def make_problems(
     for index, prompt in enumerate(shown_prompts):
         schemas = schemas_of(rows.columns[index]) if schemas_of else ()
         try:
-            # Texts without a place come from an environment or a chat, where a marker is no sign of
+            # Rows without a place come from an environment or a chat, where a marker is no sign of
             # a rendered dataset.
             if rows.places and isinstance(prompt, str):
                 _check_not_rendered(prompt, markers)
             text = render(prompt, tokenizer, config, schemas)
-            # Half of a character, a lone surrogate, is no text. It is refused here, where the
-            # message can name the row.
+            # A lone surrogate (half of a character) cannot be encoded. It is refused here, where
+            # the message can name the row.
             text.encode()
         except ValueError as error:
             raise ValueError(f"{rows.place_of(index)}: {error}") from error
         texts.append(text)
 
-    # A chat template writes BOS itself. A tokenizer that adds its special tokens would double it.
+    # A chat template writes BOS itself, so the tokenizer must not add a second BOS.
     if has_template:
         ids = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
     else:
         ids = encode(tokenizer, texts)
 
-    # An index stays that of the row, whatever is left out: the seeds of completions depend on it,
-    # and a filter must not change those of the rows that remain.
+    # A problem has the index of its row, also if rows before it are left out. The seeds of
+    # completions depend on the index, and a filter must not change the seeds of other rows.
     problems = []
     lengths = []
     for index, prompt_ids in enumerate(ids):
@@ -104,7 +106,7 @@ def make_problems(
                 Problem(index, prompt, tuple(prompt_ids), rows.columns[index], reward_prompt)
             )
     if not problems:
-        # The shortest prompt tells how much the limit must be raised.
+        # The shortest prompt shows how much the limit must be raised.
         shortest = min(lengths, default=0)
         raise ValueError(
             f"all {len(ids)} prompts of {rows.source} are longer than data.max_prompt_length="
@@ -122,11 +124,12 @@ def make_problems(
 def _check_not_rendered(prompt: str, markers: set[str]) -> None:
     """Raise ``ValueError`` for a text that a chat template has rendered already.
 
-    The chat template would render the whole text once more, as a user's message, and the run would
-    train on prompts that the model has never seen.
+    The chat template would render the whole text once more, as a user's message. The run would then
+    train on prompts of a form that the model has never seen.
     """
     for marker in markers:
-        # A question may be about <s> and </s>, but hardly about <|im_end|> or [INST].
+        # <s> and </s> are no markers here, because a question may be about them. Hardly any
+        # question is about <|im_end|> or [INST].
         if marker in prompt:
             raise ValueError(
                 f"the prompt holds {marker!r}, as a text that is rendered already, and would be "
@@ -141,13 +144,14 @@ def _reward_prompt(
     config: DataConfig,
     conversational: bool | str,
 ) -> Prompt | None:
-    """The prompt for rewards, messages or text; None if it is the prompt of the row.
+    """Return the prompt for rewards, as messages or text; None if it equals the prompt of the row.
 
-    Messages are those that the model reads. Text is the question as it is in the row.
+    Messages are the conversation that the model reads, with system prompt and examples. Text is the
+    question of the row, without ``question_template``.
 
     Args:
         prompt: the prompt of the row.
-        shown_prompt: the prompt that the model reads, with ``question_template`` filled in.
+        shown_prompt: the prompt of the row with ``question_template`` filled in.
         conversational: True for messages, False for text, ``"auto"`` for the form of ``prompt``.
     """
     is_text = isinstance(prompt, str)
@@ -157,9 +161,10 @@ def _reward_prompt(
 
 
 def _notes(config: DataConfig, tokenizer: Any, first_text: str) -> Iterator[str]:
-    """Notes on a system prompt, a date and variables that the chat template has or lacks.
+    """Yield notes on what may be wrong with the prompts: a template that writes today's date,
+    unknown variables or columns, a missing system prompt.
 
-    ``first_text``: the first prompt as the model reads it, which stands for all.
+    ``first_text``: the first prompt as the model reads it, checked as an example of all prompts.
     """
     template = "" if config.prompt_template else str(tokenizer.chat_template or "")
     # With another date, a run that continues tomorrow would train on other prompts.
@@ -168,7 +173,7 @@ def _notes(config: DataConfig, tokenizer: Any, first_text: str) -> Iterator[str]
             "note: the chat template may write today's date: "
             "data.chat_template_kwargs={date_string: 26 Jul 2024}"
         )
-    # Templates ignore variables that they do not have: a misspelt one would have no effect.
+    # Templates ignore unknown variables, so a misspelt variable would have no effect.
     for name in config.chat_template_kwargs:
         if name not in template:
             yield (
@@ -187,17 +192,18 @@ def _notes(config: DataConfig, tokenizer: Any, first_text: str) -> Iterator[str]
 
 
 def count_shared_prompts(train: Sequence[Problem], evaluation: Sequence[Problem]) -> int:
-    """The number of evaluation problems whose prompt is also the prompt of a training problem."""
+    """Return the number of evaluation problems whose prompt is also the prompt of a training
+    problem."""
     train_prompts = {problem.prompt_ids for problem in train}
     return sum(problem.prompt_ids in train_prompts for problem in evaluation)
 
 
 def fill_question_template(template: str, prompt: Prompt, columns: Mapping[str, Any]) -> Prompt:
-    """The prompt with its question written into ``template``. The question of a conversation is its
-    last message.
+    """Return the prompt with its question written into ``template``. The question of a conversation
+    is its last message.
 
-    ``{prompt}`` stands for the question, ``{NAME}`` for the column of that name, ``{NAME.FIELD}``
-    for a field in it. A list is written with one item per line. Other braces stay as they are.
+    ``{prompt}`` stands for the question, ``{NAME}`` for the column NAME, ``{NAME.FIELD}`` for a
+    field of that column. A list is written with one item per line. Other braces stay as they are.
     """
     if not isinstance(prompt, str):
         *others, last = prompt
@@ -208,7 +214,7 @@ def fill_question_template(template: str, prompt: Prompt, columns: Mapping[str, 
     def text_of(match: re.Match[str]) -> str:
         name = match[1]
         column = name.partition(".")[0]
-        # Braces around anything else are not placeholders: code, LaTeX, JSON.
+        # Other braces are no placeholders: they belong to code, LaTeX or JSON.
         if column not in values:
             return match[0]
         value = value_of(values, name)

@@ -1,7 +1,9 @@
-"""Read the rows of a dataset: a file, a saved folder, the Hub, a task, Python objects.
+"""Read the rows of a dataset: a file, a saved folder, a dataset on the Hub, a task, or Python
+objects.
 
-This file alone imports ``datasets``. It reads JSON files itself, because ``datasets`` changes their
-values: texts that look like dates become dates, and each object gets the keys of all others.
+No other file of the project imports ``datasets``. JSON files are read without ``datasets``, which
+changes values: a text that looks like a date becomes a date, and each object gets the keys of all
+other objects.
 """
 
 import itertools
@@ -17,18 +19,20 @@ from grpo.config.config import ENVIRONMENT_ROWS
 from grpo.data.tasks import task_of
 
 NUM_ENVIRONMENT_ROWS = {"train": 4096, "eval": 128}
-"""Rows of an environment that makes its own prompts, unless ``max_train_samples`` or
-``max_eval_samples`` is set."""
+"""Number of rows of a split if an environment makes the prompts. ``max_train_samples`` or
+``max_eval_samples`` replaces this number."""
 PYTHON_ROWS = "python:rows"
-"""Name of a dataset in the configuration that stands for rows passed to ``grpo.train`` by a Python
-program."""
+"""Value of ``data.dataset`` or ``data.eval_dataset`` that stands for rows which a Python program
+passes to ``grpo.train``."""
 TOO_MANY_FIELDS = "its rows have more fields than the header"
 
 
 def read_rows(config: DataConfig, key: str, *, train: bool, seed: int) -> list[dict] | None:
-    """The rows of a split, unchanged; None for an evaluation split that is not configured.
+    """Return the rows of the training or the evaluation split, unchanged; None if no evaluation
+    split is configured.
 
-    ``key`` of the configuration names the dataset: ``dataset`` or ``eval_dataset``.
+    Args:
+        key: the key of ``config`` that names the dataset: ``dataset`` or ``eval_dataset``.
 
     Raises:
         ValueError: the dataset cannot be read.
@@ -49,8 +53,8 @@ def read_rows(config: DataConfig, key: str, *, train: bool, seed: int) -> list[d
     if task is not None:
         return task.rows(purpose, seed, limit)
     if dataset == ENVIRONMENT_ROWS:
-        # Each row is a seed: `reset` makes a problem of it. The splits have different seeds, though
-        # an environment may make the same problem of two.
+        # Each row is a seed, from which `reset` makes a problem. The two splits have different
+        # seeds, but an environment may make the same problem from two seeds.
         rows = []
         for number in range(limit or NUM_ENVIRONMENT_ROWS[purpose]):
             row_seed = derive_seed(seed, f"environment/{purpose}", number)
@@ -58,34 +62,36 @@ def read_rows(config: DataConfig, key: str, *, train: bool, seed: int) -> list[d
             rows.append({"seed": row_seed % 2**31})
         return rows
     if split == "auto" and not train:
-        # The rows of training are no evaluation data, so without another dataset there is none.
+        # Training rows are no evaluation data, so without an evaluation dataset there is no
+        # evaluation.
         if config.eval_dataset is None:
             return None
         split = "train"  # the name that `datasets` gives the only split of a file
 
     setting = f"data.{key}={dataset} (data.{purpose}_split={split})"
     if dataset == PYTHON_ROWS:
-        # The rows exist in that program alone. Another command reads its saved configuration, or
-        # the configuration asks for a split of the training rows.
+        # Only the Python program has these rows. This error is raised if another command reads the
+        # saved configuration, or if the configuration asks for a split of the training rows.
         raise ValueError(
             f"{setting} stands for rows passed to grpo.train(), without splits: name a dataset"
         )
     path = Path(dataset).expanduser()
-    # `datasets` would take the name for one of the Hub, and try for a long time without a network.
+    # `datasets` would take the path for the name of a dataset on the Hub, and without a network
+    # would retry for a long time.
     if dataset.startswith((".", "/", "~")) and not path.exists():
         raise ValueError(f"{setting}: there is no such file or folder")
     try:
         rows = _read_split(path, config.config_name, split)
         return list(itertools.islice(rows, limit))
     except Exception as error:
-        # json, pyarrow, pandas and datasets raise exceptions without a common base.
+        # json, pyarrow, pandas and datasets raise exceptions without a common base class.
         reason = " ".join(str(error.__cause__ or error).split())
         raise ValueError(f"{setting} cannot be read: {reason}") from error
 
 
 def _read_split(path: Path, config_name: str | None, split: str) -> Iterable[dict]:
-    """The rows of one split, such as ``train`` or ``train[:90%]``, of a file, a folder or a Hub
-    dataset."""
+    """Return the rows of one split, such as ``train`` or ``train[:90%]``, of a file, a folder or a
+    dataset on the Hub."""
     import datasets
 
     datasets.disable_progress_bars()
@@ -96,13 +102,13 @@ def _read_split(path: Path, config_name: str | None, split: str) -> Iterable[dic
     elif path.suffix == ".csv":
         splits = {"train": _read_csv(path)}
     elif any(path.rglob("state.json")):
-        # Written by `save_to_disk`, which only `load_from_disk` reads.
+        # `save_to_disk` wrote this folder, and only `load_from_disk` reads it.
         saved = datasets.load_from_disk(path)
         splits = saved if isinstance(saved, dict) else {"train": saved}
     else:
         return _load_data_files(str(path), config_name, split)
 
-    # `datasets` parses the slices, so they mean the same for every source.
+    # `datasets` parses a slice such as [:90%], so that it means the same for every source.
     sizes = {name: len(rows) for name, rows in splits.items()}
     instruction = datasets.ReadInstruction.from_spec(split)
     selected = []
@@ -112,7 +118,7 @@ def _read_split(path: Path, config_name: str | None, split: str) -> Iterable[dic
 
 
 def _load_data_files(name: str, config_name: str | None, split: str) -> Iterable[dict]:
-    """Rows of the data files that ``datasets`` finds in a folder or on the Hub."""
+    """Return the rows of the data files that ``datasets`` finds in a folder or on the Hub."""
     from datasets import Features, Value, load_dataset
 
     rows = load_dataset(name, config_name, split=split)
@@ -120,8 +126,8 @@ def _load_data_files(name: str, config_name: str | None, split: str) -> Iterable
         return rows
     if "__index_level_0__" in rows.column_names:
         raise ValueError(TOO_MANY_FIELDS)
-    # CSV files are read once more, now that their columns are known, with cells as texts: like a
-    # single CSV file.
+    # Now that the columns are known, CSV files are read again with every cell as text, as _read_csv
+    # does.
     columns = dict.fromkeys(rows.column_names, Value("string"))
     return load_dataset(
         name,
@@ -133,42 +139,43 @@ def _load_data_files(name: str, config_name: str | None, split: str) -> Iterable
 
 
 def _read_csv(path: Path) -> list[dict]:
-    """The rows of a file, each cell as text. As numbers, 007 and 1.50 would lose their form, and NA
-    would be a missing value."""
+    """Return the rows of a CSV file, with each cell as text. Otherwise pandas would read 007 as 7,
+    1.50 as 1.5, and NA as a missing value."""
     import pandas
 
     table = pandas.read_csv(path, dtype=str, keep_default_na=False)
-    # pandas takes a first field that has no name in the header for the name of its row.
+    # If rows have more fields than the header, pandas takes their first field for the row's name.
     if not isinstance(table.index, pandas.RangeIndex):
         raise ValueError(TOO_MANY_FIELDS)
     return table.to_dict("records")
 
 
 def _read_json(path: Path) -> list[dict]:
-    """The rows of a file with one object per line, or with one list of objects."""
+    """Return the rows of a JSON file, which holds one object per line or one list of objects."""
     text = path.read_text("utf-8-sig")
     if not text.lstrip().startswith("["):
-        # Objects become a list, with a comma where a line ends between two of them: no string of
-        # JSON contains the end of a line. Lines stay where they are, so errors name their number.
+        # Objects on lines become one JSON list: a comma is inserted where a line ends between two
+        # objects. JSON strings contain no line ends, so no value changes. The number of lines stays
+        # the same, so errors name the right line.
         text = "[" + re.sub(r"\}(\s*\n\s*)\{", r"},\1{", text) + "]"
     return with_all_columns(json.loads(text), "rows must be JSON objects")
 
 
 def rows_from_table(table: Any, name: str, limit: int | None = None) -> list[dict]:
-    """The rows of a list of mappings, a dataset of ``datasets`` or a pandas DataFrame.
+    """Return the rows of a list of mappings, a dataset of ``datasets`` or a pandas DataFrame.
 
     Args:
         name: the argument that held the table, for messages.
-        limit: number of rows to read. Default: all.
+        limit: largest number of rows to read. Default: all rows are read.
 
     Raises:
-        ValueError: the table is something else, or may be endless and has no limit.
+        ValueError: the table has another type, or it has no length and no limit is given.
     """
     if hasattr(table, "iloc"):
         from datasets import Dataset
 
-        # Where a value is missing, pandas makes floats of integers, and 12.0 is another answer than
-        # 12.
+        # In a column with a missing value, pandas makes floats of integers. convert_dtypes restores
+        # the integers, because 12.0 is not the same answer as 12.
         table = Dataset.from_pandas(table.convert_dtypes(), preserve_index=False)
     if limit is None and not hasattr(table, "__len__"):
         raise ValueError(
@@ -183,14 +190,14 @@ def rows_from_table(table: Any, name: str, limit: int | None = None) -> list[dic
 
 
 def with_all_columns(rows: list[Any], expected: str) -> list[dict]:
-    """The rows with the columns of all of them; values that a row lacks are None.
+    """Return the rows, each with the columns of all rows. A value that a row lacks is None.
 
     NumPy's scalars and arrays become Python's numbers and lists.
 
     Args:
-        expected: the beginning of the message if a row is no mapping.
+        expected: start of the error message for a row that is no mapping.
     """
-    # Rewards get columns with one value per completion, so every row needs a value in each.
+    # Rewards get columns with one value per completion, so every row needs a value in each column.
     columns = {}
     for number, row in enumerate(rows, 1):
         if not isinstance(row, Mapping):

@@ -1,7 +1,7 @@
 """Assign problems to steps and ranks.
 
-The assignment is a pure function of the step: a resumed run needs no saved position, and neither
-repeats nor skips a problem.
+The assignment is a pure function of seed and step. A resumed run therefore needs no saved position
+in the data, and neither repeats nor skips a problem.
 """
 
 import functools
@@ -24,7 +24,7 @@ def check_enough(num_problems: int, prompts_per_step: int) -> None:
 
 
 class Schedule:
-    """The problems of each step for one rank."""
+    """Schedule of the problems of one rank at each step."""
 
     def __init__(
         self,
@@ -42,33 +42,34 @@ class Schedule:
         self.rank = rank
         self.world_size = world_size
         # Problems at the end of an epoch that do not fill a step are left out of that epoch. The
-        # next epoch has another order, and leaves out others.
+        # next epoch has another order, and leaves out other problems.
         self.steps_per_epoch = len(problems) // prompts_per_step
 
     def problems_of_step(self, step: int) -> list[Problem]:
-        """This rank's ``prompts_per_step / world_size`` problems of a step.
+        """Return this rank's ``prompts_per_step / world_size`` problems of a step.
 
-        The global batch of a step has the same problems for every world size: problem ``i`` of an
-        epoch's order belongs to rank ``i % world_size``, as in DistributedSampler.
+        The global batch of a step has the same problems for every world size. As in
+        ``DistributedSampler``, problem ``i`` in the order of an epoch belongs to rank ``i %
+        world_size``.
         """
         indices = self._batch_indices(step, self.rank, self.world_size)
         return [self.problems[index] for index in indices]
 
     def substitute(self, step: int, position: int, attempt: int) -> Problem | None:
-        """The problem that replaces the one at ``position`` of this rank's batch in dynamic
-        sampling; None if no problem is left.
+        """Return the problem that replaces, in dynamic sampling, the problem at ``position`` of
+        this rank's batch; None if no problem is left.
 
-        Substitutes are drawn from the problems outside the step's global batch, each at most once
-        per step.
+        Such substitutes are drawn from the problems outside the step's global batch. Each is drawn
+        at most once per step.
 
         Args:
             attempt: number of earlier attempts to replace the problem in this step.
         """
         global_batch = frozenset(self._batch_indices(step, 0, 1))
         unused = _shuffled_without(global_batch, len(self.problems), self.seed, step)
-        # Position p of rank r is row p * world_size + r of the global batch. The place of a
-        # substitute follows from this row, so that it is the same for every world size, and ranks
-        # need not tell one another which problems they took.
+        # Position p of rank r is row p * world_size + r of the global batch. This row determines
+        # the place of the substitute in the shuffled list, so substitutes are the same for every
+        # world size, and ranks need not tell one another which problems they took.
         row = position * self.world_size + self.rank
         place = attempt * self.prompts_per_step + row
         if place >= len(unused):
@@ -83,7 +84,8 @@ class Schedule:
         return order[start : start + count]
 
 
-# Two orders are in use at a time: that of this rank, and with dynamic sampling the global one.
+# The cache holds the two orders in use: the order of this rank and, with dynamic sampling, the
+# order of the global batches.
 @functools.lru_cache(maxsize=2)
 def _epoch_order(
     num_problems: int,
@@ -92,20 +94,20 @@ def _epoch_order(
     rank: int,
     world_size: int,
 ) -> list[int]:
-    """Indices of a rank's problems in an epoch."""
+    """Return the indices of a rank's problems in the order of an epoch."""
     sampler = DistributedSampler(
         range(num_problems),
         world_size,
         rank,
         seed=derive_seed(seed, "data order"),
-        # By default the sampler pads with problems that the epoch has already had.
+        # By default the sampler would repeat problems to give every rank the same number.
         drop_last=True,
     )
     sampler.set_epoch(epoch)
     return list(sampler)
 
 
-# All substitutes of a step are taken from one order.
+# The cache holds one list, from which all substitutes of a step are taken.
 @functools.lru_cache(maxsize=1)
 def _shuffled_without(
     batch: frozenset[int],
@@ -113,8 +115,8 @@ def _shuffled_without(
     seed: int,
     step: int,
 ) -> list[int]:
-    """The indices of all problems that are not in ``batch``, in an order that depends on the
-    step."""
+    """Return the indices of all problems that are not in ``batch``, in a random order that depends
+    on ``seed`` and ``step``."""
     rng = generator(seed, "substitutes", step)
     order = torch.randperm(num_problems, generator=rng).tolist()
     return [index for index in order if index not in batch]

@@ -16,11 +16,11 @@ from grpo.data.rows import read_rows
 from grpo.data.tasks import Gym, task_of
 
 PATTERN_SECONDS = 5.0
-"""Time limit of ``answer_pattern`` on one row. A pattern can backtrack for years, and Python's
-``re`` has no time limit."""
+"""Seconds that matching ``answer_pattern`` to one row may take. A pattern can backtrack for years,
+and Python's ``re`` has no time limit."""
 MESSAGES_AS_TEXT = regex.compile(r"""\s*\[\s*\{\s*["'](role|content)["']\s*:""")
-"""The beginning of chat messages that were written into one text, as JSON or as Python prints
-them."""
+"""Pattern of the start of a text that is a list of chat messages, in JSON or as Python prints a
+list."""
 
 
 @dataclass(frozen=True)
@@ -31,27 +31,28 @@ class Rows:
     """The setting that names the dataset (``data.dataset=...``), for messages."""
     prompts: list[Prompt]
     columns: list[dict]
-    """The other columns of each row, for the rewards."""
+    """The columns of each row except the prompt, for the rewards."""
     instructions: str | None = None
-    """System prompt of a task, used if the configuration sets none. The tiny model never gets it:
-    it was trained without one."""
+    """System prompt of a task, used if the configuration sets no system prompt. The tiny model
+    never gets these instructions, because it was trained without them."""
     num_without_answer: int = 0
-    """Rows whose answer is None."""
+    """Number of rows whose answer is None."""
     places: Sequence[str] = ()
-    """The number of each row in its split (``row 7``). Empty for the prompts of environments and of
-    a chat."""
+    """Name of each row in messages, such as ``row 7``. Empty for prompts that an environment or a
+    chat makes."""
     lacks_prompts: bool = False
-    """True if the rows have no column of prompts, because an environment makes them."""
+    """True if the rows have no column of prompts, because an environment makes the prompts."""
 
     def place_of(self, index: int) -> str:
-        """The place of a row, for messages: ``data.dataset=FILE, row 7``."""
+        """Return the name of a row in messages: ``data.dataset=FILE, row 7``."""
         return f"{self.source}, {self.places[index]}" if self.places else self.source
 
 
 def fingerprint(rows: Rows) -> str:
-    """SHA-256 of all prompts and columns in order, which tells two files of the same name apart."""
-    # A value that JSON cannot represent, such as an image, counts as the name of its type: its
-    # `repr` may have an address in memory, which differs in every process.
+    """Return the SHA-256 of all prompts and columns, in the order of the rows. Files of the same
+    name but with other rows have another fingerprint."""
+    # A value that JSON cannot represent, such as an image, is replaced by the name of its type. Its
+    # `repr` may hold an address in memory, which differs in every process.
     text = json.dumps(
         [rows.prompts, rows.columns],
         sort_keys=True,
@@ -68,16 +69,16 @@ def load_rows(
     table: list[dict] | None = None,
     has_environment: bool = False,
 ) -> Rows | None:
-    """Read and check the rows of the training or the evaluation split; None if no evaluation split
-    is configured.
+    """Read and check the rows of the training or the evaluation split; return None if no evaluation
+    split is configured.
 
     Args:
-        table: rows of a Python program, used instead of the dataset of the configuration.
+        table: rows of a Python program, used instead of the configured dataset.
         has_environment: True if an environment may make the prompts, so that rows may lack the
             column ``prompt``.
 
     Raises:
-        ValueError: the rows cannot be read, or one of them cannot be used. The message names it.
+        ValueError: the rows cannot be read, or a row cannot be used. The message names that row.
     """
     key = "eval_dataset" if config.eval_dataset is not None and not train else "dataset"
     rows = read_rows(config, key, train=train, seed=seed) if table is None else table
@@ -89,7 +90,7 @@ def load_rows(
         raise ValueError(f"{source} has no rows")
     places = [f"row {number}" for number in range(1, len(rows) + 1)]
 
-    # A column that the user named must exist, so only one of the default name may be missing.
+    # A column that the user named must exist. Only the default column `prompt` may be missing.
     prompt_column = config.prompt_column
     lacks_prompts = has_environment and prompt_column == "prompt" and "prompt" not in rows[0]
     prompts = []
@@ -99,8 +100,8 @@ def load_rows(
             prompts.append(_checked_prompt(value_of(row, prompt_column)))
         except ValueError as error:
             raise ValueError(f"{source}, {place}: {error}") from error
-        # Rewards get the prompt as an argument of its own. A prompt that is a field of a column
-        # stays in that column.
+        # Rewards get the prompt as a separate argument, so its column is removed. If the prompt is
+        # only a field of a column, the column stays.
         other_columns = dict(row)
         other_columns.pop(prompt_column, None)
         columns.append(other_columns)
@@ -126,12 +127,14 @@ def load_rows(
             if config.answer_pattern and not _is_missing(answer):
                 location = f"{source}, {place}, column {answer_column}"
                 answer = _match(config.answer_pattern, answer, location)
-            # A row without an answer stays: some rewards need none, and the number is printed.
+            # A row without an answer is kept, because some rewards need no answer. The number of
+            # such rows is printed.
             if _is_missing(answer):
                 answer = None
                 num_without_answer += 1
             other_columns["answer"] = answer
-        # A task of reasoning-gym with many right answers names none: its scorer reads the metadata.
+        # A task of reasoning-gym whose problems have many right answers may give no answer: its
+        # scorer reads the column `metadata`.
         if num_without_answer == len(rows) and not isinstance(task, Gym):
             raise ValueError(
                 f"data.answer_column={answer_column} of {source} is empty, or data.answer_pattern="
@@ -153,9 +156,9 @@ def load_rows(
 
 
 def value_of(row: Mapping[str, Any], name: str) -> Any:
-    """The value of a column, or of a field in it (``reward_model.ground_truth``); None if it is
-    missing."""
-    # A column of this very name comes first: names of columns may contain dots.
+    """Return the value of a column, or of a field in a column (``reward_model.ground_truth``); None
+    if the value is missing."""
+    # A column of exactly this name comes first, because names of columns may contain dots.
     if name in row:
         return row[name]
     value: Any = row
@@ -167,12 +170,13 @@ def value_of(row: Mapping[str, Any], name: str) -> Any:
 
 
 def _checked_prompt(prompt: Any) -> Prompt:
-    """The prompt, or "" for a missing one.
+    """Return the checked prompt; "" if the prompt is missing.
 
     Raises:
-        ValueError: the prompt is neither text nor chat messages that end with the user's.
+        ValueError: the prompt is neither text nor a list of chat messages, or its last message is
+            from the system or the model.
     """
-    # A row without a prompt is left out later: here it keeps its place, so that the others keep
+    # A row without a prompt is left out later. It stays in the list here, so that other rows keep
     # their index.
     if _is_missing(prompt):
         return ""
@@ -183,7 +187,7 @@ def _checked_prompt(prompt: Any) -> Prompt:
             f"a prompt is text, or a list of messages (no text of such a list), not {prompt!r:.80}"
         )
     messages = [_checked_message(message) for message in prompt]
-    # After a message of the model, the template would begin a second turn of the model. A system
+    # After a message of the model, the template would start a second message of the model. A system
     # message alone asks nothing.
     role = messages[-1]["role"]
     if role in ("system", "assistant"):
@@ -192,21 +196,22 @@ def _checked_prompt(prompt: Any) -> Prompt:
 
 
 def _checked_message(message: Any) -> dict:
-    """A chat message with every key that has a value.
+    """Return a chat message without the keys whose value is None.
 
-    Chat templates read ``tool_calls``, ``name``, ``reasoning_content`` and others, so none is
-    dropped.
+    All other keys are kept, because chat templates read ``tool_calls``, ``name``,
+    ``reasoning_content`` and others.
     """
     checked = _without_none(message)
     if isinstance(checked, dict):
         for call in checked.get("tool_calls", ()):
             function = call.get("function", call)
             arguments = function.get("arguments")
-            # OpenAI has arguments as JSON text. Templates write them as JSON once more, so a text
-            # would become a quoted string.
+            # OpenAI's format has arguments as JSON text. Chat templates convert arguments to JSON,
+            # which would turn such a text into a quoted string.
             if isinstance(arguments, str):
                 function["arguments"] = json.loads(arguments)
-            # Such a turn may have no text, and many templates cannot add None to a text.
+            # A message with a tool call may have no content, and many templates cannot append None
+            # to a text.
             checked.setdefault("content", "")
         if "role" in checked and isinstance(checked.get("content"), str):
             return checked
@@ -216,10 +221,10 @@ def _checked_message(message: Any) -> dict:
 
 
 def _without_none(value: Any) -> Any:
-    """A copy without the keys whose value is None, at any depth.
+    """Return a copy without the keys whose value is None, at any depth.
 
-    In Arrow, every message of a column has the keys of all messages. A template that asks whether a
-    key exists would take its None for a value.
+    In Arrow, every message of a column has the keys of all messages. A template that tests whether
+    a key exists would take None for a value.
     """
     if isinstance(value, Mapping):
         return {key: _without_none(item) for key, item in value.items() if item is not None}
@@ -230,7 +235,7 @@ def _without_none(value: Any) -> Any:
 
 def _is_missing(value: Any) -> bool:
     """True for None, NaN, blank text and an empty list."""
-    # Tables have NaN where a number is missing. 0 is a number, and an answer.
+    # Tables have NaN where a number is missing. 0 is a valid answer.
     if isinstance(value, float):
         return math.isnan(value)
     if isinstance(value, str):
@@ -239,12 +244,12 @@ def _is_missing(value: Any) -> bool:
 
 
 def _match(pattern: str, answer: Any, location: str) -> str:
-    """The stripped text of the pattern's first group, or of the whole match if it has no group; ""
-    without a match.
+    """Return the stripped text of the pattern's first group, or of the whole match if the pattern
+    has no group; "" if nothing matches.
 
     ``location``: dataset, row and column, for messages.
     """
-    # The text of a list or mapping is Python's own: a pattern would match its brackets and quotes.
+    # A list or mapping as text has the brackets and quotes of Python, which a pattern would match.
     if not isinstance(answer, str | int | float):
         raise ValueError(
             f"{location} holds a {type(answer).__name__}: data.answer_pattern searches text"
@@ -257,6 +262,6 @@ def _match(pattern: str, answer: Any, location: str) -> str:
         ) from error
     if match is None:
         return ""
-    # A group that is not part of the match is None.
+    # A group that took no part in the match is None.
     text = match[1] if match.re.groups else match[0]
     return (text or "").strip()

@@ -1,9 +1,10 @@
-"""Tasks whose problems are computed, so that nothing is downloaded: the built-in tasks and those of
-reasoning-gym.
+"""Tasks whose problems are computed, so that nothing is downloaded: the built-in tasks and the
+tasks of the package reasoning-gym.
 
 The built-in tasks also demonstrate how to solve a problem, with and without mistakes, for the
 training of the tiny model (``grpo.data.tiny``). The rows and demonstrations of a seed depend on the
-order of all random draws below: tests hold their digests, because measured runs start from them.
+order of all random draws below. This order must not change, because measured runs started from
+these rows. Tests compare digests of rows and demonstrations.
 """
 
 import hashlib
@@ -16,54 +17,60 @@ from grpo.config import DataConfig
 from grpo.system import first_line, import_extra
 
 NUM_SPLIT_BUCKETS = 8
-"""Problems are hashed into so many buckets; those of bucket 0 are for evaluation."""
+"""Number of buckets into which problems are hashed. Problems of bucket 0 are for evaluation, all
+others for training."""
 
 
 class Task:
     """A family of problems.
 
-    Each task has these attributes and methods:
+    Each built-in task has these attributes and methods:
 
     - ``name``;
     - ``instructions``: the system prompt for every model except the tiny one, which is trained
       without it;
     - ``missing_tag_probabilities``, for tasks with tags: the probabilities that a noisy
-      demonstration lacks ``think``, ``answer`` or ``both``;
+      demonstration lacks the tags ``think``, ``answer`` or ``both``;
     - ``draw(rng: random.Random) -> dict``: draw one problem, a row with ``prompt``, ``answer`` and
       the other columns that its rewards need;
     - ``problem_key(row: dict) -> str``: a text that is equal for rows with the same problem
       (``3+5`` and ``5+3``);
-    - ``demonstration(row: dict, rng: random.Random, noisy: bool) -> str | list[dict]``: a response
-      without EOS, text or messages of ``assistant`` and ``tool``. Noisy ones may have mistakes.
+    - ``demonstration(row: dict, rng: random.Random, noisy: bool) -> str | list[dict]``: a correct
+      response, or with ``noisy`` a response that may have mistakes. It is text or a list of
+      messages of ``assistant`` and ``tool``, without EOS.
     """
 
     num_rows = {"train": 4096, "eval": 512}
-    """The largest number of rows per split."""
+    """Largest number of rows of each split."""
 
     def draws(self, split: str, seed: int) -> Iterator[dict]:
-        """Endless rows of both splits, the same for the same arguments."""
+        """Yield rows without end. The same arguments give the same rows.
+
+        The rows may belong to either split: :meth:`rows` keeps only the rows of ``split``.
+        """
         rng = random.Random(derive_seed(seed, f"tasks/{self.name}/{split}"))
         while True:
             yield self.draw(rng)
 
     def split_of(self, row: dict) -> str:
-        """``"train"`` or ``"eval"``, from a hash of the task's name and the problem."""
-        # No seed has a part in it: a model that was trained with another seed, such as the tiny
-        # model, has not seen the evaluation problems either.
+        """Return the split of a row, ``"train"`` or ``"eval"``, from a hash of the task's name and
+        the problem."""
+        # The split does not depend on a seed. So a model that was trained with another seed, such
+        # as the tiny model, has not seen the evaluation problems either.
         text = f"{self.name}:{self.problem_key(row)}"
         digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
         bucket = digest[-1] % NUM_SPLIT_BUCKETS
         return "eval" if bucket == 0 else "train"
 
     def rows(self, split: str, seed: int, count: int | None = None) -> list[dict]:
-        """Different problems of one split, the same for the same seed.
+        """Return rows of one split with different problems. The same seed gives the same rows.
 
-        There are ``num_rows[split]`` of them, or ``count`` if that is less. A task of reasoning-gym
-        that repeats its problems has fewer.
+        The number of rows is ``num_rows[split]``, or ``count`` if that is smaller. A task of
+        reasoning-gym that repeats its problems gives fewer rows.
         """
         limit = self.num_rows[split]
         count = min(count or limit, limit)
-        # Keyed by problem, so that a problem drawn again is not a second row.
+        # The key is the problem, so that a problem that is drawn again gives no second row.
         rows = {}
         for row in self.draws(split, seed):
             if self.split_of(row) == split:
@@ -73,7 +80,8 @@ class Task:
         return list(rows.values())
 
     def tagged(self, thought: str, answer: str, rng: random.Random, noisy: bool) -> str:
-        """A response in its tags; if ``noisy``, some lack by ``missing_tag_probabilities``."""
+        """Return a response with think and answer tags. If ``noisy``, tags are left out with the
+        probabilities ``missing_tag_probabilities``."""
         missing = "none"
         if noisy:
             probabilities = self.missing_tag_probabilities
@@ -92,13 +100,14 @@ def _numbers_of_prompt(row: dict) -> list[int]:
 
 
 class Arithmetic(Task):
-    """``47+35=`` or ``82-35=``: both numbers from 0 to 99, the result never negative, computed
-    column by column.
+    """Sums and differences (``47+35=``, ``82-35=``) of two numbers from 0 to 99, without negative
+    results.
 
-    A noisy demonstration (``<think>7+5=12 4+3=7+1=8</think>``) may forget the carry, doubt the
-    result (``hmm``) and change it, or leave out tags; independent draws decide, with the
-    probabilities below. A model trained on them is correct about half of the time. GRPO then
-    teaches it to add the carry, keep its result and write the tags.
+    A demonstration computes column by column (``<think>7+5=12 4+3=7+1=8</think>``). A noisy
+    demonstration may forget the carry, doubt the result (``hmm``) and change it, or leave out tags.
+    Each of these mistakes is drawn at random, with the probabilities below. A model trained on
+    noisy demonstrations is correct about half of the time. GRPO then teaches the model to add the
+    carry, keep its result and write the tags.
     """
 
     name = "arithmetic"
@@ -110,10 +119,10 @@ class Arithmetic(Task):
     forget_probability = 0.45
     doubt_probability = 0.20
     change_probability = 0.50
-    """The probability that a doubted result is changed."""
+    """Probability that a doubted result is changed."""
 
     def draw(self, rng):
-        """Columns: ``prompt`` (``"47+35="``), ``answer`` (``"82"``)."""
+        """Draw a row with the columns ``prompt`` (``"47+35="``) and ``answer`` (``"82"``)."""
         left = rng.randrange(100)
         right = rng.randrange(100)
         operator = rng.choice("+-")
@@ -125,7 +134,8 @@ class Arithmetic(Task):
         return {"prompt": f"{left}{operator}{right}=", "answer": str(answer)}
 
     def problem_key(self, row):
-        """The prompt; for a sum, with its numbers sorted."""
+        """Return the prompt without ``=``. The numbers of a sum are sorted, so ``3+5`` and ``5+3``
+        are the same problem."""
         low, high = sorted(_numbers_of_prompt(row))
         return f"{low}+{high}" if "+" in row["prompt"] else f"{high}-{low}"
 
@@ -134,7 +144,7 @@ class Arithmetic(Task):
         left, operator, right = re.split("([+-])", row["prompt"].removesuffix("="))
         written, result = written_columns(int(left), operator, int(right), carries)
         # A doubted result is right as often as any other, so changing it does harm on average. GRPO
-        # can unlearn the doubt, and `hmm` shows in the completions whether it does.
+        # can unlearn the doubt: then `hmm` disappears from the completions.
         if noisy and rng.random() < self.doubt_probability:
             written += ["hmm"] * rng.randint(1, 2)
             if rng.random() < self.change_probability:
@@ -148,10 +158,10 @@ def written_columns(
     right: int,
     carries: bool,
 ) -> tuple[list[str], int]:
-    """The written columns of a sum or difference (``["7+5=12", "4+3=7+1=8"]``), from the units up,
-    and the result.
+    """Compute a sum or difference column by column, from the units up.
 
-    ``carries=False`` forgets every carry and borrow (``47+35`` gives 72).
+    Returns the written columns (``["7+5=12", "4+3=7+1=8"]``) and the result. ``carries=False``
+    forgets every carry and borrow (``47+35`` gives 72).
     """
     sign = 1 if operator == "+" else -1
     width = len(str(max(left, right)))
@@ -173,18 +183,20 @@ def written_columns(
         # The last column keeps its tens: there is no column to the left for the carry.
         digit = value if is_last else value % 10
         total += digit * 10**column
-        # A sum carries if its value has two digits, a difference borrows if its top number has.
+        # A sum carries if its value has two digits. A difference borrows if its top number has two
+        # digits.
         carry = int(carries and max(top, value) >= 10)
     return written, total
 
 
 class Countdown(Task):
-    """``Make 24 from 3 5 9.``: numbers from 1 to 10, each used once with ``+ - * /``, for a target
-    from 1 to 99.
+    """Problems such as ``Make 24 from 3 5 9.``: reach a target from 1 to 99 with ``+ - * /`` and
+    numbers from 1 to 10, using each number once.
 
-    Every problem has a solution. A demonstration tries expressions, each evaluated from left to
-    right, until one equals the target (``<think>5+3=8-2=6 no 5*3=15-2=13 ok</think>``). A noisy one
-    may give up, with any expression as its answer, or leave out tags.
+    Every problem has a solution. A demonstration writes a solution, in some cases after a failed
+    attempt (``<think>5+3=8-2=6 no 5*3=15-2=13 ok</think>``). Expressions are evaluated from left to
+    right. A noisy demonstration may end with a random expression instead of a solution, or leave
+    out tags.
     """
 
     name = "countdown"
@@ -197,8 +209,8 @@ class Countdown(Task):
     give_up_probability = 0.25
 
     def draw(self, rng):
-        """Columns: ``prompt``, ``target`` (int), ``numbers`` (list[int], in order), ``answer`` (a
-        solution)."""
+        """Draw a row with the columns ``prompt``, ``target`` (int), ``numbers`` (list[int],
+        ascending) and ``answer`` (a solution)."""
         while True:
             count = rng.choice((3, 3, 3, 4))
             numbers = [rng.randint(1, 10) for _ in range(count)]
@@ -207,13 +219,13 @@ class Countdown(Task):
             _, target = _evaluate(expression)
             if 1 <= target <= 99:
                 break
-        # Sorted, so that the same problem always has the same prompt.
+        # The numbers are sorted, so that the same problem always has the same prompt.
         numbers.sort()
         prompt = f"Make {target} from {' '.join(map(str, numbers))}."
         return {"prompt": prompt, "target": target, "numbers": numbers, "answer": expression}
 
     def problem_key(self, row):
-        """The target and the sorted numbers."""
+        """Return the target and the sorted numbers."""
         return f"{row['target']}:{row['numbers']}"
 
     def demonstration(self, row, rng, noisy):
@@ -234,9 +246,9 @@ OPERATIONS = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__, "/": int.__f
 
 
 def _random_expression(numbers: list[int], rng: random.Random) -> str:
-    """An expression (``"(5+3)*2"``) that uses every number once, in any order.
+    """Return a random expression (``"(5+3)*2"``) that uses every number once, in any order.
 
-    Evaluated from left to right, each result is an integer >= 0.
+    If the expression is evaluated from left to right, each intermediate result is an integer >= 0.
     """
     first, *others = rng.sample(numbers, len(numbers))
     text = str(first)
@@ -251,8 +263,8 @@ def _random_expression(numbers: list[int], rng: random.Random) -> str:
             operators += "/"
         operator = rng.choice(operators)
 
-        # The value is computed from left to right. Precedence would compute * and / before a sum to
-        # their left, so such a sum gets parentheses.
+        # The value is computed from left to right. By operator precedence, * and / would come
+        # before a sum to their left, so such a sum gets parentheses.
         if is_sum and operator in "*/":
             text = f"({text})"
         text += f"{operator}{number}"
@@ -262,7 +274,8 @@ def _random_expression(numbers: list[int], rng: random.Random) -> str:
 
 
 def _evaluate(expression: str) -> tuple[str, int]:
-    """The steps (``"5+3=8*2=16"``) of an expression of ``_random_expression``, and its value."""
+    """Return the steps (``"5+3=8*2=16"``) and the value of an expression of
+    ``_random_expression``."""
     steps, *others = re.findall(r"[-+*/]?[0-9]+", expression.replace(")", ""))
     value = int(steps)
     for step in others:
@@ -272,13 +285,15 @@ def _evaluate(expression: str) -> tuple[str, int]:
 
 
 class Calculator(Task):
-    """``483+97*36=``, too hard for the tiny model without a tool, and some easy sums (``483+5=``).
+    """Hard problems (``483+97*36=``), which the tiny model cannot solve without a tool, and some
+    easy sums (``483+5=``).
 
-    A response is the answer (``<answer>3975</answer>``), or a call
-    (``<calculator>483+97*36</calculator>``) and, after the tool's result, the answer. A right
-    demonstration calls for every hard problem and for some easy ones. A noisy one calls with the
-    same probability for both kinds, and otherwise guesses at a hard one. GRPO then teaches when to
-    call.
+    A response is the answer (``<answer>3975</answer>``), or a call of the tool
+    (``<calculator>483+97*36</calculator>``) and, after the tool's result, the answer. A correct
+    demonstration calls the tool for every hard problem and for some easy sums. A noisy
+    demonstration calls the tool with the same probability for hard and easy problems. Without a
+    call, it guesses the answer of a hard problem. GRPO then teaches the model when to call the
+    tool.
     """
 
     name = "calculator"
@@ -289,12 +304,12 @@ class Calculator(Task):
     )
     easy_probability = 0.20
     call_probability = 0.28
-    """In noisy demonstrations."""
+    """Probability that a noisy demonstration calls the tool."""
     easy_call_probability = 0.30
-    """For easy problems, in right demonstrations."""
+    """Probability that a correct demonstration calls the tool for an easy sum."""
 
     def draw(self, rng):
-        """Columns: ``prompt`` (``"483+97*36="``), ``answer`` (``"3975"``)."""
+        """Draw a row with the columns ``prompt`` (``"483+97*36="``) and ``answer`` (``"3975"``)."""
         number = rng.randrange(100, 1000)
         if rng.random() < self.easy_probability:
             digit = rng.randrange(1, 10)
@@ -311,7 +326,7 @@ class Calculator(Task):
         return {"prompt": prompt, "answer": str(left * right + number)}
 
     def problem_key(self, row):
-        """The answer and the sorted numbers."""
+        """Return the answer and the sorted numbers of the prompt."""
         numbers = sorted(_numbers_of_prompt(row))
         return f"{row['answer']}:{numbers}"
 
@@ -326,20 +341,21 @@ class Calculator(Task):
             return _conversation(
                 f"<calculator>{expression}</calculator>", answer, f"<answer>{answer}</answer>"
             )
-        # A guess is near the answer but hardly ever right, so a call earns more on hard problems.
+        # A guess is near the answer but hardly ever right, so on hard problems a call earns a
+        # higher reward.
         if not is_easy:
             answer = round(int(answer) * rng.uniform(0.8, 1.2))
         return f"<answer>{answer}</answer>"
 
 
 class GuessNumber(Task):
-    """``Guess 7..18.``: find the hidden number with at most four calls of the tool
+    """Problems such as ``Guess 7..18.``: find the hidden number with at most four calls of a tool
     (``<guess>12</guess>``).
 
-    The tool says ``higher`` if the hidden number is higher, ``lower`` or ``right``. A right
-    demonstration halves the remaining range with every guess. A noisy one may guess any number of
-    the first range each time, whatever the hints. All end with ``done``. GRPO then teaches the
-    model to use the hints.
+    The tool says ``right``, or whether the hidden number is ``higher`` or ``lower`` than the guess.
+    A correct demonstration halves the remaining range with every guess. A noisy demonstration may
+    ignore the hints and guess any number of the original range each time. All demonstrations end
+    with ``done``. GRPO then teaches the model to use the hints.
     """
 
     name = "guess_number"
@@ -353,7 +369,8 @@ class GuessNumber(Task):
     careless_probability = 0.8
 
     def draw(self, rng):
-        """Columns: ``prompt`` (``"Guess 7..18."``), ``secret`` (``14``), ``answer`` (``"14"``)."""
+        """Draw a row with the columns ``prompt`` (``"Guess 7..18."``), ``secret`` (``14``) and
+        ``answer`` (``"14"``)."""
         # Among at most 15 numbers, four guesses by halves always find the hidden one.
         low = rng.randint(1, 20)
         end = low + rng.randint(8, 15)
@@ -361,7 +378,7 @@ class GuessNumber(Task):
         return {"prompt": f"Guess {low}..{end - 1}.", "secret": secret, "answer": str(secret)}
 
     def problem_key(self, row):
-        """The prompt and the hidden number."""
+        """Return the prompt and the hidden number."""
         return f"{row['prompt']}{row['secret']}"
 
     def demonstration(self, row, rng, noisy):
@@ -370,7 +387,7 @@ class GuessNumber(Task):
         high = last
         turns = []
         is_careless = noisy and rng.random() < self.careless_probability
-        # Each guess is two turns: the model's call and the tool's hint.
+        # Each guess gives two messages: the call of the model and the hint of the tool.
         while len(turns) < 2 * self.max_guesses and "right" not in turns:
             guess = rng.randint(first, last) if is_careless else (low + high) // 2
             if guess == row["secret"]:
@@ -386,7 +403,8 @@ class GuessNumber(Task):
 
 
 def _conversation(*turns: str) -> list[dict]:
-    """Messages of the model and of its tool in turn; the first and the last are the model's."""
+    """Return messages of the model and of its tool, which alternate. The first message is the
+    model's."""
     messages = []
     for number, turn in enumerate(turns):
         role = "tool" if number % 2 else "assistant"
@@ -395,8 +413,8 @@ def _conversation(*turns: str) -> list[dict]:
 
 
 GYM_DRAWS = 8192
-"""Problems drawn from a task of reasoning-gym. A task that repeats many problems gives fewer
-rows."""
+"""Largest number of problems drawn for one split of a reasoning-gym task. A task that repeats many
+problems therefore gives fewer rows than ``Gym.num_rows``."""
 
 
 class Gym(Task):
@@ -418,14 +436,14 @@ class Gym(Task):
         return row["prompt"]
 
     def draws(self, split: str, seed: int) -> Iterator[dict]:
-        """Rows of both splits, at most ``GYM_DRAWS``.
+        """Yield at most ``GYM_DRAWS`` rows, which may belong to either split.
 
         Raises:
-            ValueError: the task does not exist, or refuses its arguments.
+            ValueError: the package is not installed, has no such task, or refuses the arguments.
         """
         setting = f"data.dataset=reasoning_gym:{self.name}"
         library = import_extra("reasoning_gym", "gym", setting)
-        # A task may draw by NumPy, which refuses larger seeds.
+        # A task may use NumPy's random generator, which refuses larger seeds.
         task_seed = derive_seed(seed, f"reasoning_gym/{self.name}/{split}") % 2**31
         try:
             dataset = library.create_dataset(
@@ -435,11 +453,12 @@ class Gym(Task):
                 **self.arguments,
             )
             for row in dataset:
-                # Some scorers depend on the arguments of their task.
+                # Some scorers need the arguments of their task.
                 metadata = row["metadata"] | {"arguments_of_task": self.arguments}
                 yield {"prompt": row["question"], "answer": row["answer"], "metadata": metadata}
         except Exception as error:
-            # The arguments are the user's. Each task checks its own, with its own exceptions.
+            # The user chose the arguments, and each task checks its arguments with other
+            # exceptions.
             raise ValueError(f"{setting}: {type(error).__name__}: {first_line(error)}") from error
 
 
@@ -447,14 +466,18 @@ TASKS = {task.name: task for task in (Arithmetic, Countdown, Calculator, GuessNu
 
 
 def load_task(name: str) -> Task:
-    """The built-in task called ``name``; ``ValueError``, with the names that exist, for another."""
+    """Return the built-in task called ``name``.
+
+    Raises:
+        ValueError: there is no such task; the message lists the tasks.
+    """
     if name not in TASKS:
         raise ValueError(f"unknown task {name!r}: the built-in tasks are {', '.join(TASKS)}")
     return TASKS[name]()
 
 
 def task_of(config: DataConfig, dataset: str) -> Task | None:
-    """The task that ``dataset`` names; None if it names stored rows."""
+    """Return the task that ``dataset`` names (``builtin:arithmetic``); None if it names no task."""
     source, _, name = dataset.partition(":")
     if source == "builtin":
         return load_task(name)

@@ -1,11 +1,11 @@
 """The tiny model: a Qwen2 of about a million parameters that is trained in about a minute, for the
 demo and the tests.
 
-It is trained on correct demonstrations of a task first, then on noisy ones
+The model is trained on correct demonstrations of a task first, then on demonstrations with mistakes
 (``Task.demonstration``). GRPO then starts from a model that can solve the task but often makes
 mistakes.
 
-Shapes: ``B`` demonstrations, ``S`` tokens of prompt and response, ``V`` vocabulary.
+Shapes: ``B`` demonstrations, ``S`` tokens of prompt and response, ``V`` tokens of the vocabulary.
 """
 
 import hashlib
@@ -30,14 +30,14 @@ from grpo.algorithm.seeding import derive_seed
 from grpo.data.tasks import Task, load_task
 
 CONTEXT = 1024
-"""Maximum number of tokens of a prompt and its completion: room for the default of
-``rollout.max_completion_length``."""
+"""Context length: the largest number of tokens of a prompt with its completion. It leaves room for
+the default of ``rollout.max_completion_length``."""
 SEED = 0
-"""The seed of weights and demonstrations. It does not depend on the run, so that all runs of a task
+"""Seed of weights and demonstrations. It does not depend on the run, so that all runs of a task
 start from the same model."""
 RECIPE_VERSION = 3
-"""Part of the cache key. Increase it with any change to the demonstrations, the tokenizer or the
-training below."""
+"""Version of the training, as part of the cache key. Increase it with any change to the
+demonstrations, the tokenizer or the training below."""
 
 PAD = "<|pad|>"
 EOS = "<|im_end|>"
@@ -53,7 +53,8 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True)
 class Recipe:
-    """Architecture and training. Together with task and seed, it determines the weights."""
+    """Settings of architecture and training. Together with task and seed, they determine the
+    weights."""
 
     hidden_size: int = 128
     intermediate_size: int = 384
@@ -62,9 +63,10 @@ class Recipe:
     # With the usual 0.02, which suits wider models, this model learns slowly at first.
     initializer_range: float = 0.06
     clean_steps: int = 500
-    """Steps on correct demonstrations, which come first: the model learns the task."""
+    """Number of steps on correct demonstrations. They come first: the model learns the task."""
     noisy_steps: int = 250
-    """Steps on noisy demonstrations: the model learns the mistakes that GRPO then removes."""
+    """Number of steps on noisy demonstrations. The model learns the mistakes that GRPO then
+    removes."""
     batch_size: int = 32
     learning_rate: float = 2e-3
     warmup_steps: int = 40
@@ -90,15 +92,14 @@ RECIPES = {
 
 
 def build_tokenizer() -> Qwen2Tokenizer:
-    """A tokenizer with one token per UTF-8 byte, special token, tag and role. Decoding restores
-    every text in NFC form.
+    """Return a tokenizer with one token per UTF-8 byte, special token, tag and role.
 
-    Tags and roles are ordinary added tokens, so ``decode(..., skip_special_tokens=True)`` leaves
-    them in the text.
+    Decoding restores every text that is in Unicode's form NFC. Tags and roles are added tokens but
+    not special tokens, so ``decode(..., skip_special_tokens=True)`` leaves them in the text.
     """
-    # The class must be Qwen2's: transformers 5 loads any folder of a Qwen2 model with it, whatever
-    # tokenizer was saved. Bytes without merges make a vocabulary that a tiny model can learn, and
-    # every text can be written in it.
+    # transformers 5 loads the tokenizer of any Qwen2 model with Qwen2Tokenizer, whatever class was
+    # saved, so this class is used. A vocabulary of bytes without merges is small enough for a tiny
+    # model, and every text can be written in it.
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {symbol: id for id, symbol in enumerate((PAD, EOS, TURN, *alphabet))}
     tokenizer = Qwen2Tokenizer(
@@ -118,13 +119,14 @@ def build_tokenizer() -> Qwen2Tokenizer:
 
 
 def is_tiny_tokenizer(tokenizer: Any) -> bool:
-    """True for a tokenizer of :func:`build_tokenizer`, also if it was loaded from a folder."""
-    # Checkpoints of the tiny model have any name, so the vocabulary tells.
+    """True for a tokenizer made by :func:`build_tokenizer`, also if it was loaded from a folder."""
+    # A checkpoint of the tiny model may have any name, so the vocabularies are compared.
     return tokenizer.get_vocab() == build_tokenizer().get_vocab()
 
 
 def build_tiny_model(task: str = "arithmetic") -> Path:
-    """Train the tiny model for a task, or return the folder of an earlier call from the cache.
+    """Return the folder of the tiny model for a task. The model is trained if the cache does not
+    hold it.
 
     The folder holds the model (fp32) and its tokenizer. The cache is ``$XDG_CACHE_HOME/grpo``, or
     ``~/.cache/grpo`` if that variable is not set.
@@ -141,9 +143,10 @@ def build_tiny_model(task: str = "arithmetic") -> Path:
         "torch": torch.__version__,
         **asdict(recipe),
     }
-    # A model made from other facts has another folder, and is never taken for this one. Torch's
-    # version is one of the facts because its kernels may round differently. The number of threads
-    # changes the rounding, too, but is left out: whatever it is, the first model built is used.
+    # The folder's name has a hash of these facts, so a model made from other facts is never taken
+    # for this one. Torch's version is one of the facts, because kernels of another version may
+    # round differently. The number of threads changes the rounding, too, but is left out: the model
+    # that was built first is used with any number of threads.
     text = json.dumps(facts, sort_keys=True)
     key = hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "grpo"
@@ -153,8 +156,8 @@ def build_tiny_model(task: str = "arithmetic") -> Path:
     print(f"building the tiny model, for about a minute: {cache} has none yet ...", file=sys.stderr)
 
     cache.mkdir(parents=True, exist_ok=True)
-    # A folder that gets its name at the end is complete if it exists, also after a kill or with two
-    # builds at a time.
+    # The folder gets its name only when it is complete. So it is never half written, even if this
+    # process is killed or two processes build the model at the same time.
     with tempfile.TemporaryDirectory(dir=cache, ignore_cleanup_errors=True) as unfinished:
         tokenizer = build_tokenizer()
         warm_start(task, tokenizer, recipe).save_pretrained(unfinished)
@@ -171,7 +174,8 @@ def build_tiny_model(task: str = "arithmetic") -> Path:
 def warm_start(task_name: str, tokenizer: Qwen2Tokenizer, recipe: Recipe) -> Qwen2ForCausalLM:
     """Train a new model on demonstrations of training problems. The loss covers response tokens
     only."""
-    # Streams of their own, so that the caller's random state is neither read nor changed.
+    # Demonstrations and weights have separate random generators, so that the caller's random state
+    # is neither read nor changed.
     task = load_task(task_name)
     rng = random.Random(derive_seed(SEED, f"tiny/{task_name}/demonstrations"))
     model = _initial_model(tokenizer, recipe, derive_seed(SEED, f"tiny/{task_name}/weights"))
@@ -225,7 +229,7 @@ def _initial_model(tokenizer: Qwen2Tokenizer, recipe: Recipe, seed: int) -> Qwen
 
 
 def _learning_rate_factor(step: int, recipe: Recipe) -> float:
-    """Factor of the learning rate: linear warm-up, then cosine decay to zero."""
+    """Return the factor of the learning rate: linear warm-up, then cosine decay to zero."""
     if step < recipe.warmup_steps:
         return (step + 1) / recipe.warmup_steps
     decay_steps = max(1, recipe.steps - recipe.warmup_steps)
@@ -239,15 +243,16 @@ def _demonstrations(
     batch_size: int,
     noisy: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Demonstrations of training problems: token ids and labels, ``[B, S]``, padded on the right.
+    """Draw demonstrations of training problems. Returns token ids and labels, both ``[B, S]``,
+    padded on the right.
 
-    Only tokens of the model's turns have labels; the others have ``IGNORE_INDEX``.
+    Tokens of the model's messages are their own labels. All other labels are ``IGNORE_INDEX``.
     """
     ids = []
     labels = []
     while len(ids) < batch_size:
-        # A model that had learned evaluation problems would start with an accuracy that it does not
-        # have on other problems.
+        # Evaluation problems are skipped. A model trained on them would start with an accuracy that
+        # it does not have on other problems.
         row = task.draw(rng)
         if task.split_of(row) != "train":
             continue
@@ -259,16 +264,16 @@ def _demonstrations(
         row_labels = []
         for message in [{"role": "user", "content": row["prompt"]}, *response]:
             is_response = message["role"] == "assistant"
-            # The header of the model's turn is written by the message before it, as in a rollout,
-            # where the prompt ends with this header.
+            # The header of the model's message is added to the message before it, and gets no
+            # label. In a rollout, too, the prompt ends with this header.
             text = message["content"] + EOS
             if not is_response:
                 text = tokenizer.apply_chat_template(
                     [message], tokenize=False, add_generation_prompt=True
                 )
                 if row_ids:
-                    # The template ends each message with a line end, but the model's turn ended
-                    # with EOS.
+                    # The template writes a line end after each message, but the model's message
+                    # ended with EOS.
                     text = "\n" + text
             message_ids = tokenizer.encode(text, add_special_tokens=False)
             row_ids += message_ids

@@ -1,4 +1,4 @@
-"""``python -m grpo.evaluation``."""
+"""Entry point of ``python -m grpo.evaluation``."""
 
 import sys
 

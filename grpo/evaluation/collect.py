@@ -1,7 +1,7 @@
-"""Sample and grade all problems, and gather the results of all ranks.
+"""Sample and grade completions of all problems, and gather the results of all ranks.
 
-Ranks exchange results of single completions, not averages: the metrics are the same for any number
-of ranks.
+Ranks exchange results of single completions, not averages, so the metrics are the same for any
+number of ranks.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,14 +22,15 @@ class ProblemResult:
     problem: Problem
     greedy: CompletionResult
     samples: list[CompletionResult]
-    """Empty if the evaluation has greedy decoding only."""
+    """Results of the sampled completions. Empty if the evaluation has greedy decoding only."""
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The results of all problems, in the order of the dataset, and the metrics computed from them.
+    """The results of all problems, in the order of the dataset, and the metrics computed from these
+    results.
 
-    Every rank has the same.
+    Every rank has the same evaluation.
     """
 
     problems: list[ProblemResult]
@@ -37,17 +38,18 @@ class Evaluation:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Name (``eval/...``) -> rate, length in tokens, or reward without its weight."""
+        """Value of each metric by name (``eval/...``): a rate, a length in tokens, or the mean of a
+        reward without its weight."""
         return {name: estimate.value for name, estimate in self.estimates.items()}
 
     @property
     def intervals(self) -> dict[str, tuple[float, float]]:
-        """The 95% interval ``(low, high)`` of each of :attr:`metrics`."""
+        """The 95% interval ``(low, high)`` of each metric in :attr:`metrics`."""
         return {name: (estimate.low, estimate.high) for name, estimate in self.estimates.items()}
 
     @property
     def completions(self) -> list[CompletionResult]:
-        """The results of all completions, greedy ones and samples."""
+        """The results of all completions, both greedy and sampled."""
         results = []
         for problem in self.problems:
             results += [problem.greedy, *problem.samples]
@@ -55,17 +57,18 @@ class Evaluation:
 
     @property
     def num_unscored(self) -> int:
-        """Completions that the correctness reward could not score. They count as wrong."""
+        """Number of completions that the correctness reward could not score. An unscored completion
+        counts as wrong."""
         return sum(not result.scored for result in self.completions)
 
 
 def eval_sampling(config: Config) -> SamplingParams:
-    """The sampling settings of an evaluation; at temperature 0 it has no samples, only greedy
-    completions."""
+    """Return the sampling settings of an evaluation. At temperature 0 the evaluation has only
+    greedy completions."""
     settings = config.eval
     rollout = config.rollout
-    # The filters are those of the section `eval`: with the filters of the rollout, the metrics of
-    # two runs that differ in them would not compare.
+    # The filters (top_p, top_k, min_p) come from the section `eval`. If they came from `rollout`,
+    # runs with different filters of the rollout would have metrics that cannot be compared.
     return SamplingParams(
         num_generations=settings.num_samples,
         max_completion_length=settings.max_completion_length or rollout.max_completion_length,
@@ -82,7 +85,7 @@ def check_eval_context(config: Config, path: str, problems: Sequence[Problem]) -
     """Raise ``ValueError`` if a prompt and its completion exceed the context of the model at
     ``path``.
 
-    The model's configuration is enough for this check, so it runs before any weights are loaded.
+    The check reads only the model's configuration, so it runs before any weights are loaded.
     """
     check_context(
         path,
@@ -103,17 +106,19 @@ def evaluate(
     seed: int,
     on_problems: Callable[[int], object] = lambda count: None,
 ) -> Evaluation:
-    """Evaluate a greedy completion of every problem and, if the temperature of ``sampling`` is
-    above 0, its samples.
+    """Generate and grade a greedy completion of every problem and, if the temperature of
+    ``sampling`` is above 0, also sampled completions.
 
-    Rank r evaluates problems r, r + size, ... . An error of ``grade`` on one rank is raised on all
-    ranks.
+    Rank r evaluates problems r, r + size, and so on. An error of ``grade`` on one rank is raised on
+    all ranks.
 
     Args:
         problems: all problems, the same on every rank.
-        on_problems: called after each sampler call with its number of problems, for progress bars.
+        grade: returns the results of the completions of each group, such as a ``Grader``.
+        on_problems: called with the number of problems after each call of the sampler, for progress
+            bars.
     """
-    # Filters have no meaning in greedy decoding. They are off, whatever the samples use.
+    # Filters have no meaning in greedy decoding, so they are switched off.
     greedy_sampling = replace(
         sampling,
         num_generations=1,
@@ -126,21 +131,22 @@ def evaluate(
     if not sampling.is_greedy:
         rounds["samples"] = sampling
 
-    # Problems of similar length in one call of the sampler have less padding.
+    # Prompts of similar length in one call of the sampler need less padding.
     indices = range(world.rank, len(problems), world.size)
     by_length = sorted(indices, key=lambda index: len(problems[index].prompt_ids))
 
-    # Rewards run the user's code and may fail on one rank alone: all ranks then stop here, and none
-    # waits in gather_objects below. The block may take minutes, so a stop signal ends it at once.
+    # Rewards run the user's code and may fail on one rank alone. All ranks then stop here, so that
+    # no rank waits in gather_objects below. The block may take minutes, so a stop signal ends it at
+    # once.
     results_of_rank = {index: [] for index in indices}
     with world.fail_together(), world.interruptible():
         for name, settings in rounds.items():
-            # At least one problem, also if its samples alone exceed the limit of a call.
+            # A call has at least one problem, even if its samples alone exceed the limit of a call.
             num_problems = max(engine.rows_per_call // settings.num_generations, 1)
             for start in range(0, len(by_length), num_problems):
                 batch = by_length[start : start + num_problems]
-                # Step 0 in every evaluation of a run: the same random numbers each time, so that
-                # metrics differ by the weights alone.
+                # The seed of every evaluation has step 0. All evaluations of a run then use the
+                # same random numbers, and their metrics differ only by the weights.
                 groups = engine.generate(
                     [problems[index] for index in batch],
                     settings,
@@ -154,7 +160,7 @@ def evaluate(
     for results in world.gather_objects(results_of_rank):
         results_by_index |= results
 
-    # The greedy round came first, so the greedy result is the first of each problem.
+    # The greedy round came first, so the first result of each problem is the greedy one.
     problem_results = []
     for index, problem in enumerate(problems):
         greedy, *samples = results_by_index[index]

@@ -1,16 +1,17 @@
-"""Metrics of an evaluation: rates, pass@k and means, each with a 95% interval. Imports no torch.
+"""Metrics of an evaluation: rates, pass@k and means, each with a 95% interval. Needs no torch.
 
-The samples of one problem are correlated, so the unit of observation is the problem: its value is
+The samples of one problem are correlated, so the unit of observation is the problem. Its value is
 the mean over its samples.
 
 - Rates: Wilson's interval (1927) with the effective number of observations, ``p(1-p) / se^2``,
   where ``se`` is the standard error of the mean over problems (Kish, 1965; Dean and Pagano, 2015).
-  With one sample per problem that number is the number of problems, N. The interval stays within
-  [0, 1] and has a width at 0 of N and at N of N, where mean +- 2 se has none.
+  With one sample per problem, the effective number is the number of problems. The interval stays
+  within [0, 1]. If all problems are right or all are wrong, the interval still has a width above
+  0, unlike mean +- 2 se.
 - Other means (lengths, rewards): mean +- 1.96 se over problems, accurate for more than about 30
   problems.
-- A single problem does not show how much problems differ: its samples count as one observation of
-  a rate, and a mean has no interval.
+- A single problem does not show how much problems differ. For a rate, the samples of a single
+  problem count as one observation. A mean of lengths or rewards then has no interval.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,7 +21,7 @@ from math import comb, fsum, nan, sqrt
 from statistics import NormalDist
 
 Z = NormalDist().inv_cdf(0.975)
-"""Standard errors on each side of a mean that a 95% interval covers: 1.96."""
+"""Half-width of a 95% interval, in standard errors: 1.96."""
 
 
 @dataclass(frozen=True)
@@ -30,13 +31,14 @@ class CompletionResult:
     correct: bool
     formatted: bool
     lenient: bool | None
-    """True if the last number in the text equals the answer, with or without tags; None if the
-    problem has no answer."""
+    """True if the last number in the text equals the reference answer, whether or not it is in
+    tags; None if the problem has no answer."""
     length: int
-    """Tokens that the model sampled."""
+    """Number of tokens that the model sampled."""
     truncated: bool
     rewards: dict[str, float | None] = field(default_factory=dict)
-    """The value of each reward, without its weight; None if the reward could not score."""
+    """The value of each reward, without its weight; None if the reward could not score the
+    completion."""
     scored: bool = True
     """False if the correctness reward could not score the completion, which then counts as
     wrong."""
@@ -44,7 +46,8 @@ class CompletionResult:
 
 
 ResultsByProblem = Sequence[Sequence[CompletionResult]]
-"""The results of the completions of each problem, equally many per problem."""
+"""The results of the completions of each problem. All problems have the same number of
+completions."""
 
 
 def pass_at_k(
@@ -52,9 +55,10 @@ def pass_at_k(
     num_correct: int,
     k: int,
 ) -> float:
-    """Unbiased estimate of the probability that at least one of k samples is correct.
+    """Return an unbiased estimate of the probability that at least one of k samples is correct.
 
-    ``1 - C(n - c, k) / C(n, k)`` for n samples of which c are correct (Chen et al., 2021, eq. 1).
+    The estimate is ``1 - C(n - c, k) / C(n, k)`` for n samples of which c are correct (Chen et al.,
+    2021, eq. 1).
 
     Raises:
         ValueError: c or k exceeds n.
@@ -71,8 +75,8 @@ def pass_at_k(
 
 @dataclass(frozen=True)
 class Estimate:
-    """A metric with its 95% interval and, for a rate, the exact count: ``count`` of ``of``
-    completions."""
+    """A metric with its 95% interval. A rate of completions also has its exact count: ``count`` of
+    ``of`` completions."""
 
     value: float
     low: float
@@ -93,7 +97,8 @@ def wilson(rate: float, observations: float) -> tuple[float, float]:
     variance = sampling_variance + correction / (4 * observations)
     half_width = Z / scale * sqrt(variance)
 
-    # At a rate of 0 or 1 one bound equals the rate, and rounding could leave the rate outside.
+    # At a rate of 0 or 1, one bound equals the rate, and rounding could leave the rate outside the
+    # interval.
     low = min(centre - half_width, rate)
     high = max(centre + half_width, rate)
     return max(low, 0.0), min(high, 1.0)
@@ -104,11 +109,13 @@ def rate_with_interval(
     num_samples: int,
     exact_rate: float | None = None,
 ) -> tuple[float, float, float]:
-    """Return ``(rate, low, high)`` from one value in [0, 1] per problem, the mean over its samples.
+    """Return a rate and the bounds of its 95% interval: ``(rate, low, high)``.
 
     Args:
-        num_samples: samples per problem.
-        exact_rate: the rate, if it is known without the rounding of a mean of ``values``.
+        values: one value in [0, 1] per problem, the mean over the samples of the problem.
+        num_samples: number of samples per problem.
+        exact_rate: the rate, if the caller knows it without rounding errors. Default: the mean of
+            ``values``.
     """
     num_problems = len(values)
     mean = fsum(values) / num_problems
@@ -116,10 +123,11 @@ def rate_with_interval(
     squares = [(value - mean) ** 2 for value in values]
     variance_of_mean = fsum(squares) / num_problems / num_problems
 
-    # With a variance of 0 the formula has no finite value. If all problems have the same rate
-    # between 0 and 1, nothing speaks against independent samples. If all samples are right, or all
-    # are wrong, those of a problem may be copies of one another: each problem then counts once,
-    # which gives the wider interval. A single problem counts once, too.
+    # The effective number of observations has the variance in its denominator, and the variance may
+    # be 0. If all problems have the same rate between 0 and 1, the samples are assumed to be
+    # independent. If all samples are right, or all are wrong, the samples of a problem may be
+    # copies of one another. Each problem then counts once, which gives the wider interval. A single
+    # problem counts once, too.
     num_completions = num_problems * num_samples
     observations = num_completions
     if variance_of_mean > 0:
@@ -127,17 +135,18 @@ def rate_with_interval(
     elif rate in (0, 1) or num_problems == 1:
         observations = num_problems
 
-    # The variance between a few problems is noisy. The number of observations stays between two
-    # extremes: all samples of a problem are alike, or all samples are independent.
+    # The variance between few problems is noisy. The number of observations is therefore kept
+    # between the number of problems (all samples of a problem are alike) and the number of
+    # completions (all samples are independent).
     observations = min(max(observations, num_problems), num_completions)
     return rate, *wilson(rate, observations)
 
 
 def mean_with_interval(values_by_problem: Sequence[Sequence[float]]) -> Estimate:
-    """The mean of all values, with its interval over problems.
+    """Return the mean of all values, with its 95% interval from the variance between problems.
 
-    A problem may have any number of values, also none. The mean of no value is NaN, and so are both
-    bounds if fewer than two problems have values.
+    A problem may have any number of values, or none. If there are no values, the mean is NaN. If
+    fewer than two problems have values, both bounds are NaN.
     """
     mean = nan
     se = nan
@@ -146,8 +155,9 @@ def mean_with_interval(values_by_problem: Sequence[Sequence[float]]) -> Estimate
         mean = fsum(chain(*values_by_problem)) / num_values
 
     if sum(map(bool, values_by_problem)) > 1:
-        # The mean is a ratio of two sums over problems, and both vary with the choice of problems.
-        # The ratio is linearised at its value: each problem then contributes one residual.
+        # The mean is a ratio of two sums over problems, and both sums vary with the choice of
+        # problems. The ratio is linearised (delta method), so that each problem contributes one
+        # residual.
         num_problems = len(values_by_problem)
         squares = []
         for values in values_by_problem:
@@ -163,12 +173,14 @@ def estimate_metrics(
     greedy: Sequence[CompletionResult],
     samples: ResultsByProblem,
 ) -> dict[str, Estimate]:
-    """All metrics of an evaluation by name.
+    """Return all metrics of an evaluation by name.
 
-    ``eval/greedy_accuracy``; with samples, ``eval/mean@<n>``, and ``eval/pass@<k>`` for every k up
-    to n. ``format``, ``lenient_accuracy``, ``mean_length``, ``truncated`` and ``rewards/<name>``
-    are computed over the samples, or over the greedy completions if there are no samples. With
-    samples, the first four are computed over the greedy completions too, as ``greedy_...``.
+    The accuracies are ``eval/greedy_accuracy`` and, with samples, ``eval/mean@<n>`` and
+    ``eval/pass@<k>`` for every k up to n. The other metrics are ``eval/format``,
+    ``eval/lenient_accuracy``, ``eval/mean_length``, ``eval/truncated`` and ``eval/rewards/<name>``.
+    They are computed over the samples, or over the greedy completions if there are no samples. With
+    samples, all of these but the rewards are computed over the greedy completions, too, under names
+    that begin with ``eval/greedy_``.
 
     Args:
         greedy: one result per problem.
@@ -193,9 +205,10 @@ def estimate_metrics(
 
 
 def metric_names(num_samples: int, rewards: Sequence[str]) -> list[str]:
-    """The names of the metrics of an evaluation; ``num_samples`` is 0 with greedy decoding only."""
-    # Names are read off the estimates of one made-up problem, so they cannot differ from those of
-    # an evaluation.
+    """Return the names of the metrics of an evaluation. With greedy decoding only, ``num_samples``
+    is 0."""
+    # The names come from the estimates of one made-up problem, so they cannot differ from the names
+    # of a real evaluation.
     result = CompletionResult(False, False, False, 0, False, dict.fromkeys(rewards))
     return list(estimate_metrics([result], [[result] * num_samples]))
 
@@ -205,7 +218,7 @@ def _completion_metrics(
     prefix: str,
     rewards: Iterable[str] = (),
 ) -> dict[str, Estimate]:
-    """The metrics that are averages over single completions, other than accuracy.
+    """Return the metrics that are averages over single completions, except accuracy.
 
     ``rewards``: names of the rewards whose mean is among the metrics.
     """
@@ -230,14 +243,15 @@ def _completion_metrics(
 
 
 def _rate_of_attribute(results_by_problem: ResultsByProblem, attribute: str) -> Estimate:
-    """The share of completions whose result has a true ``attribute``.
+    """Return the share of completions whose result has a true ``attribute``.
 
-    Problems where it is None are left out. Without any other problem, the rate is NaN.
+    Problems where the attribute is None are left out. If no problem is left, the rate is NaN.
     """
     counts = []
     for results in results_by_problem:
         values = [getattr(result, attribute) for result in results]
-        # None holds for all completions of a problem: it has no reference answer.
+        # Only `lenient` may be None: it is None for all completions of a problem without a
+        # reference answer.
         if None not in values:
             counts.append(sum(values))
     if not counts:
@@ -246,6 +260,6 @@ def _rate_of_attribute(results_by_problem: ResultsByProblem, attribute: str) -> 
     count = sum(counts)
     num_completions = n * len(counts)
     rates = [count_of_problem / n for count_of_problem in counts]
-    # A mean of rounded rates, such as thirds, may miss the exact rate in its last digit.
+    # A mean of rounded rates, such as thirds, may miss the exact rate in the last digit.
     rate = count / num_completions
     return Estimate(*rate_with_interval(rates, n, rate), count, num_completions)

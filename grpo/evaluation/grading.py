@@ -1,5 +1,5 @@
-"""Grade completions with the rewards of a run: is a completion correct, is it well-formed, is its
-last number the answer."""
+"""Grade completions with the rewards of a run. Grades say whether a completion is correct, whether
+it is well-formed, and whether its last number is the reference answer."""
 
 from collections.abc import Sequence
 
@@ -13,17 +13,18 @@ from grpo.rewards.calls import OUTSIDE_TRAINING, TrainerState
 from grpo.rewards.scores import score_groups
 
 ANSWER_CHECKERS = (*ANSWER_REWARDS, "countdown", "python_tests", "reasoning_gym")
-"""The built-in rewards that check an answer, as opposed to its form or length."""
+"""Names of the built-in rewards that check an answer, not its form or length."""
 
 
 class Grader:
-    """Grades completions by the rewards of the run; an instance is called with groups.
+    """Grader of completions by the rewards of a run. Call an instance with groups of completions.
 
-    - Correct: the reward ``eval.correctness`` is above ``eval.correct_above``. Default: the first
-      reward that checks answers, or else the first reward.
-    - Well-formed: the reward ``eval.format`` is above 0. Default: the reward ``format``. Without
-      that reward, a response is well-formed if it has an answer where ``accuracy`` looks for one
-      (modes ``boxed`` and ``####``), and in other modes if it has think and answer tags.
+    - A completion is correct if the reward ``eval.correctness`` is above ``eval.correct_above``.
+      Default: the first reward that checks answers, or else the first reward.
+    - A completion is well-formed if the reward ``eval.format`` is above 0. Default: the reward
+      ``format``. If the run has no reward ``format``, the mode of the reward ``accuracy`` decides.
+      In modes ``boxed`` and ``####``, a well-formed completion has an answer of that form. In all
+      other cases, a well-formed completion has think and answer tags.
     """
 
     def __init__(
@@ -42,14 +43,14 @@ class Grader:
         if self.format is None and "format" in names:
             self.format = "format"
 
-        # The mode of `accuracy` says where a response has its answer; other rewards do not tell.
+        # The mode of `accuracy` says where a response has its answer. Other rewards do not say it.
         spec = rewards.specs[names.index(self.correctness)]
         self.mode = None
         if spec.name == "accuracy":
             self.mode = spec.args.get("mode")
 
     def __call__(self, groups: Sequence[Group]) -> ResultsByProblem:
-        """The results of each group's completions."""
+        """Return the results of the completions of each group."""
         # All groups are scored at once: rewards run in parallel over the completions of one call.
         scored = score_groups(self.rewards, groups, self.trainer_state)
         rows = iter(scored.values)
@@ -67,14 +68,17 @@ class Grader:
         completion: Completion,
         values: list[float | None],
     ) -> CompletionResult:
-        """``values``: one per reward, None if the reward could not score the completion."""
+        """Return the result of one completion.
+
+        ``values``: one value per reward, None if the reward could not score the completion.
+        """
         rewards = dict(zip(self.rewards.names, values, strict=True))
         correctness = rewards[self.correctness]
         text = completion.text
         answer = problem.columns.get("answer")
 
-        # Lenient accuracy ignores the form. Beside the accuracy, it tells a model that learns the
-        # format from one that learns to solve problems.
+        # Lenient accuracy ignores the form. Compared with accuracy, it shows whether a model learns
+        # the format or learns to solve problems.
         lenient = None
         if answer is not None:
             last_number = extract_answer(text, mode="lenient")
@@ -87,8 +91,8 @@ class Grader:
         else:
             formatted = has_format(text)
 
-        # An unscored completion is wrong, not left out: a reward that fails on hard problems would
-        # otherwise raise the accuracy.
+        # An unscored completion counts as wrong and is not left out: a reward that fails on hard
+        # problems would otherwise raise the accuracy.
         return CompletionResult(
             correct=correctness is not None and correctness > self.correct_above,
             formatted=formatted,
@@ -102,8 +106,8 @@ class Grader:
 
 
 def correctness_note(config: EvalConfig, names: Sequence[str]) -> str | None:
-    """A note that names the reward which decides what is correct, unless that reward is configured
-    or is known to check answers."""
+    """Return a note that names the reward that decides what is correct. The note is None if
+    ``eval.correctness`` is set or a reward is known to check answers."""
     if config.correctness or set(names) & set(ANSWER_CHECKERS):
         return None
     rule = f"evaluations count a completion as correct if {names[0]} > {config.correct_above:g}"

@@ -1,2 +1,2 @@
-"""``python -m grpo.report RUN ...``: one HTML file, readable offline, that shows a run or compares
-several."""
+"""HTML report (``python -m grpo.report RUN ...``): one file, readable offline, that shows a run or
+compares several runs."""

@@ -1,4 +1,4 @@
-"""``python -m grpo.report``."""
+"""Entry point of ``python -m grpo.report``."""
 
 import sys
 

@@ -1,8 +1,10 @@
-"""Build the report: one HTML file that holds the runs as JSON and a script that shows them.
+"""Build the report: one HTML file that holds the data of the runs as JSON, and a script that shows
+the data.
 
-The text of completions is not trusted, and no HTML parser reads it: in the JSON every character
-that could end the script element is escaped, the script fills text nodes only, and the page's
-Content Security Policy forbids the network and any other script."""
+The text of completions is not trusted, and is never parsed as HTML. In the JSON, every character
+that could end the script element is escaped. The script fills text nodes only. The page's Content
+Security Policy forbids the network and any other script.
+"""
 
 import base64
 import hashlib
@@ -31,11 +33,12 @@ SCRIPTS = (
     "tables.js",
     "main.js",
 )
-"""Files of the template, in the order in which they make up the script of the page."""
+"""Files of the template that are joined, in this order, into the script of the page."""
 MAX_POINTS = 1500
-"""Points of a curve; of longer runs only every n-th step is shown."""
+"""Largest number of points of a curve. In a run with more steps, curves show only every n-th
+step."""
 LOGPROB_FIELDS = ("logprobs", "updated_logprobs", "ref_logprobs")
-"""Fields of a completion's record with one number per token."""
+"""Fields of a completion's record that hold one number per token."""
 COPIED_FIELDS = (
     "step",
     "problem",
@@ -50,11 +53,15 @@ COPIED_FIELDS = (
 
 
 def build_page(runs: Sequence[RunData], *, reload_s: int | None = None) -> str:
-    """The HTML file as ASCII text. An open page reloads its file every ``reload_s`` seconds.
-    Default: it does not."""
+    """Return the HTML file as ASCII text.
+
+    Args:
+        reload_s: seconds after which an open page reloads itself. Default: it never reloads.
+    """
     names = [run.name for run in runs]
     if len(set(names)) < len(names):
-        # Runs with other seeds may have one name, and the page tells runs apart by name.
+        # Runs may have the same name, for example with different seeds, but the page tells runs
+        # apart by name.
         names = [f"{name} ({i})" for i, name in enumerate(names, 1)]
     run_entries = []
     for name, run in zip(names, runs, strict=True):
@@ -66,7 +73,8 @@ def build_page(runs: Sequence[RunData], *, reload_s: int | None = None) -> str:
         "runs": run_entries,
     }
 
-    # The policy names the script by its hash: a browser runs no other, whatever a model wrote.
+    # The Content Security Policy allows only the script with this hash. A browser runs no other
+    # script, whatever a model wrote.
     script = "".join(map(_template, SCRIPTS))
     script = f'(function () {{\n"use strict";\n{script}}})();\n'
     digest = hashlib.sha256(script.encode()).digest()
@@ -85,18 +93,19 @@ def build_page(runs: Sequence[RunData], *, reload_s: int | None = None) -> str:
     }
 
     # In the template the name of a part stands between two @@, so every second text is a name. With
-    # repeated str.replace, a name such as @@DATA@@ inside a part would be replaced, too.
+    # repeated str.replace, a text such as @@DATA@@ inside a part would be replaced, too.
     texts = _template("page.html").split("@@")
     texts[1::2] = [parts[name] for name in texts[1::2]]
     page = "".join(texts)
-    # Only the title can have other characters: the JSON is ASCII, and so is the template.
+    # Only the title can have characters that are not ASCII: the JSON and the template are ASCII.
     return page.encode("ascii", "xmlcharrefreplace").decode("ascii")
 
 
 def embed(data: Any) -> str:
-    """JSON that is safe inside a script element: ASCII, without ``<``, ``>`` and ``&``."""
+    """Return JSON that is safe inside a script element: ASCII, without ``<``, ``>`` and ``&``."""
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))
-    # In JSON these characters occur in strings alone, where an escape means the same.
+    # In JSON these characters occur only inside strings, where an escape stands for the same
+    # character.
     for character in "&<>":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return text
@@ -108,7 +117,7 @@ def _template(name: str) -> str:
 
 
 def _comparison_notes(runs: Sequence[RunData]) -> list[str]:
-    """A note if the evaluations of the runs cannot be compared."""
+    """Return a note if the evaluations of the runs cannot be compared, else no note."""
     all_settings = [read.evaluation_settings(run) for run in runs if read.evaluations(run)]
     different = set()
     for settings in all_settings:
@@ -123,8 +132,9 @@ def _comparison_notes(runs: Sequence[RunData]) -> list[str]:
 
 
 def _run_entry(run: RunData) -> dict[str, Any]:
-    """A run as the page's script reads it."""
-    # Lines without a reward are evaluations before the first step. They have curves of their own.
+    """Return a run in the form that the page's script reads."""
+    # A line without a reward is an evaluation before the first step. Evaluations have separate
+    # curves.
     steps = [line for line in run.metrics if "reward" in line]
     stride = math.ceil(len(steps) / MAX_POINTS)
     thinned = every_nth(steps, stride)
@@ -133,7 +143,7 @@ def _run_entry(run: RunData) -> dict[str, Any]:
         if not name.startswith("eval/"):
             series[name] = [_rounded(line.get(name)) for line in thinned]
 
-    # The clock is summed before it is thinned: else it would lack the time of the steps left out.
+    # The time is summed over all steps, also over steps that are left out of the curves.
     seconds = 0.0
     clock = []
     for line in steps:
@@ -142,7 +152,7 @@ def _run_entry(run: RunData) -> dict[str, Any]:
         seconds += step_time + evaluation_time
         clock.append(seconds)
 
-    # A hint belongs to the step where it first holds, so all steps are gone through in order.
+    # A hint is shown at the step where it first applies, so all steps are read in order.
     hints = Hints()
     hints_by_step = []
     for line in steps:
@@ -165,13 +175,14 @@ def _run_entry(run: RunData) -> dict[str, Any]:
     if stride > 1:
         notes.append(f"Curves show every {stride}th of {len(steps)} steps.")
 
-    # Evaluations are few, so their curves show all of them.
+    # Evaluations are few, so their curves leave no points out.
     evaluated = read.evaluations(run)
     eval_series = {}
     for name in read.metric_names(evaluated):
         eval_series[name] = [line.get(name) for line in evaluated]
 
-    # The page lists changed keys first. A key without a default was written by another version.
+    # The page lists changed keys first. A key that has no default was written by another version,
+    # and is listed as changed.
     default_config = Config().model_dump(mode="json")
     defaults = flat(default_config)
     changed = []
@@ -200,8 +211,9 @@ def _run_entry(run: RunData) -> dict[str, Any]:
 
 
 def _sample_entry(record: dict[str, Any]) -> dict[str, Any]:
-    """A completion as the page's script reads it."""
-    # Only runs with turns write this field: which tokens the model sampled itself.
+    """Return a completion in the form that the page's script reads."""
+    # The field says which tokens the model sampled. Only runs with tools or an environment write
+    # it.
     sample = {"sampled": record.get("sampled")}
     for key in COPIED_FIELDS:
         sample[key] = record[key]
@@ -209,19 +221,19 @@ def _sample_entry(record: dict[str, Any]) -> dict[str, Any]:
         sample[key] = _rounded(record[key])
     sample["rewards"] = {name: _rounded(value) for name, value in record["rewards"].items()}
     for key in LOGPROB_FIELDS:
-        values = record[key]  # None for the reference, if the run has none
+        values = record[key]  # None for ref_logprobs without a reference model
         sample[key] = values and [_rounded(value) for value in values]
     return sample
 
 
 def _rounded(value: float | None) -> float | None:
-    """The value with five digits; None for a value that was not computed."""
+    """Return the value with five significant digits; None if the value was not computed."""
     # Five digits are more than a curve can show, and the file is smaller.
     return float(f"{value:.5g}") if is_computed(value) else None
 
 
 def _as_texts(values: dict[str, Any]) -> dict[str, str]:
-    """The values as text: a value of another type is written as JSON."""
+    """Return the values as text. A value of another type is written as JSON."""
     texts = {}
     for key, value in values.items():
         if not isinstance(value, str):

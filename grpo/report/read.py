@@ -1,7 +1,7 @@
 """Read the folder of a run, also while the run goes on.
 
-The trainer may append a line or write a file at any moment, so a half-written line is left out, and
-a file of completions that cannot be read is a note in the report, not an error.
+The trainer may append a line or write a file at any moment, so a half-written line is left out. A
+file of completions that cannot be read gives a note in the report, not an error.
 """
 
 from dataclasses import dataclass, field
@@ -17,8 +17,8 @@ from grpo.telemetry.records import computed, json_safe, read_lines
 from grpo.telemetry.samples import read_samples
 
 MAX_STEPS_OF_MEAN = 10
-"""The mean reward is shown over this many of the first and of the last steps; over fewer in a short
-run."""
+"""Largest number of steps in the mean reward of the first steps and of the last steps. A short run
+has fewer."""
 KEYS_NOT_COMPARED = (
     "data.dataset",
     "data.eval_dataset",
@@ -29,8 +29,11 @@ KEYS_NOT_COMPARED = (
     "eval.every",
     "eval.max_",
 )
-"""Prefixes of the keys of ``data`` and ``eval`` that :func:`evaluation_settings` leaves out: no
-evaluation depends on them, or their effect is compared instead (the number of problems)."""
+"""Prefixes of the keys of ``data`` and ``eval`` that :func:`evaluation_settings` leaves out.
+
+Some of these keys do not change the numbers of an evaluation. The others set values that the
+function compares separately: the dataset, the number of problems and the limit of completions.
+"""
 
 
 @dataclass
@@ -39,22 +42,24 @@ class RunData:
 
     name: str
     metrics: list[dict[str, Any]]
-    """One object per step, in order, each step once; values are finite numbers or None."""
+    """Lines of ``metrics.jsonl``, in order: one object per step. Values are finite numbers or
+    None."""
     intervals: dict[int, dict[str, Any]]
-    """Step -> metric -> ``[low, high]``, as the evaluation computed them."""
+    """95% intervals of the evaluation metrics: step -> metric -> ``[low, high]``."""
     config: dict[str, Any]
-    """Dotted key -> value."""
+    """Configuration of the run: dotted key (``optim.max_steps``) -> value."""
     starts: list[dict[str, Any]]
     """Command, versions and device of each start of the run (``starts.jsonl``)."""
     is_complete: bool
+    """True if the last step is done and has a checkpoint."""
     samples: list[dict[str, Any]] = field(default_factory=list)
-    """Records of completions (``grpo.telemetry.samples``), by step."""
+    """Records of completions (``grpo.telemetry.samples``), in the order of steps."""
     notes: list[str] = field(default_factory=list)
-    """Notes on data that could not be read or was left out; shown in the report."""
+    """Notes, shown in the report, on data that could not be read or was left out."""
 
     @property
     def num_eval_problems(self) -> int | None:
-        """Number of evaluation problems, as of the last start; None if it is not known."""
+        """Number of evaluation problems at the last start of the run; None if it is not known."""
         return self.starts[-1].get("num_eval_problems") if self.starts else None
 
 
@@ -62,8 +67,8 @@ def read_run(folder: str | Path, *, max_samples: int = 400) -> RunData:
     """Read the files of a run.
 
     Args:
-        max_samples: approximate number of completions to read. If the run wrote more, those of
-            every n-th step are read. 0: none are read.
+        max_samples: approximate number of completions to read. If the run wrote more, only
+            completions of every n-th step are read. 0 reads no completions.
 
     Raises:
         ValueError: the folder holds no run.
@@ -74,19 +79,19 @@ def read_run(folder: str | Path, *, max_samples: int = 400) -> RunData:
     if config_file.exists():
         # A full disk may leave an empty file, which YAML reads as None.
         values = yaml.safe_load(config_file.read_bytes()) or {}
-        # The entry repeats the values that the user set, for a run that is resumed.
+        # The entry `given` repeats the values that the user set. It is needed only to resume a run.
         values.pop("given", None)
     elif not (folder / "metrics.jsonl").exists():
         raise ValueError(f"{folder} is not a run: it has neither metrics.jsonl nor config.yaml")
     config = flat(values)
 
-    # The line of the last step is written before its checkpoint. A run that was killed in between
-    # has more to do, so the line alone does not make a run complete.
+    # The line of the last step is written before its checkpoint. A run that was killed between the
+    # two is not complete, so the checkpoint must exist, too.
     metrics = list(_by_step(folder / "metrics.jsonl").values())
     last = metrics[-1] if metrics else {}
     max_steps = config.get("optim.max_steps")
     if max_steps is None:
-        # The epoch of a step is a sum of fractions, and may miss the whole number by rounding.
+        # The epoch of a step is a sum of fractions. By rounding, it may miss the whole number.
         is_last = last.get("epoch", 0) >= config.get("optim.num_epochs", 0) - 1e-9
     else:
         is_last = last.get("step", 0) >= max_steps
@@ -108,16 +113,18 @@ def read_run(folder: str | Path, *, max_samples: int = 400) -> RunData:
 
 
 def _by_step(path: Path) -> dict[int, dict[str, Any]]:
-    """The objects of a file by their step, in order. If a step comes twice, the later line
-    counts."""
-    # Python reads NaN, which the JSON of the page cannot have. None is a gap in the curve.
+    """Return the objects of a JSON Lines file by step, in the order of steps. If a step comes
+    twice, the later line counts."""
+    # Python reads NaN, which the JSON of the page cannot have. NaN becomes None, a gap in the
+    # curve.
     lines = {line["step"]: json_safe(line) for line in read_lines(path)}
     return dict(sorted(lines.items()))
 
 
 def _read_completions(run: RunData, folder: Path, max_samples: int) -> None:
-    """Add the completions of every n-th step, and of the last one."""
-    # Counted from the configuration: opening each file to count its rows would take long.
+    """Add the completions of every n-th step and of the last step to ``run.samples``."""
+    # The number of completions is computed from the configuration, because opening each file to
+    # count its rows would take long.
     paths = sorted(folder.glob("step_*.parquet"))
     per_step = run.config.get("logging.log_completions", 1)
     stride = len(paths) * per_step // max_samples
@@ -128,7 +135,8 @@ def _read_completions(run: RunData, folder: Path, max_samples: int) -> None:
             "--max-samples shows more."
         )
     for path in paths_read:
-        # After a power cut a file may be damaged. All errors of pyarrow inherit from one of these.
+        # After a power cut a file may be damaged. All errors of pyarrow inherit from one of these
+        # two.
         try:
             run.samples.extend(read_samples(path))
         except (OSError, ValueError):
@@ -136,13 +144,13 @@ def _read_completions(run: RunData, folder: Path, max_samples: int) -> None:
 
 
 def every_nth(items: list[Any], n: int) -> list[Any]:
-    """The last item, and each n-th before it."""
-    # Taken from the end: the newest step is the one that somebody who watches a run looks for.
+    """Return every n-th item, counted back from the last item, which is included."""
+    # The last item is included because somebody who watches a run looks for the newest step.
     return items[:: -max(n, 1)][::-1]
 
 
 def evaluations(run: RunData) -> list[dict[str, Any]]:
-    """Step and evaluation metrics of the steps that have an evaluation."""
+    """Return the step and the evaluation metrics of each step that has an evaluation."""
     lines = []
     for line in run.metrics:
         names = [name for name in line if name.startswith("eval/")]
@@ -152,7 +160,7 @@ def evaluations(run: RunData) -> list[dict[str, Any]]:
 
 
 def metric_names(lines: list[dict[str, Any]]) -> list[str]:
-    """The metrics that any of the lines has, in order of their first appearance."""
+    """Return the names of all metrics in the lines, in order of their first appearance."""
     names = {}
     for line in lines:
         names |= line
@@ -161,16 +169,16 @@ def metric_names(lines: list[dict[str, Any]]) -> list[str]:
 
 
 def before_and_after(run: RunData) -> list[dict[str, Any]]:
-    """One row ``{name, is_rate, before, after}`` per evaluation metric.
+    """Return one row ``{name, is_rate, before, after}`` per evaluation metric.
 
-    ``before`` is the evaluation of step 0, before training, and ``after`` the last one, each as in
-    :func:`_with_interval`.
+    ``before`` is the value at step 0, before training. ``after`` is the value at the last
+    evaluation. Both have the form that :func:`_with_interval` returns.
     """
     lines = evaluations(run)
     names = metric_names(lines)
     before = {}
     if lines and lines[0]["step"] == 0:
-        # Removed from the lines, so that one evaluation is never both sides of the comparison.
+        # Step 0 is removed from the lines, so that an evaluation is never compared with itself.
         before = lines.pop(0)
     after = lines[-1] if lines else {}
 
@@ -187,9 +195,9 @@ def before_and_after(run: RunData) -> list[dict[str, Any]]:
 
 
 def _with_interval(run: RunData, line: dict[str, Any], name: str) -> dict[str, Any] | None:
-    """``{step, value, low, high}`` of a metric; None if the line has no value of it.
+    """Return ``{step, value, low, high}`` of a metric; None if the line has no value of the metric.
 
-    ``low`` and ``high`` are the 95% interval, None if the evaluation wrote none.
+    ``low`` and ``high`` are the bounds of the 95% interval, None if no interval was written.
     """
     if line.get(name) is None:
         return None
@@ -204,11 +212,12 @@ def _with_interval(run: RunData, line: dict[str, Any], name: str) -> dict[str, A
 
 
 def reward_before_and_after(run: RunData) -> dict[str, Any] | None:
-    """The mean reward of the first and of the last steps, in a row as in :func:`before_and_after`.
+    """Return the mean reward of the first and of the last steps, in a row like those of
+    :func:`before_and_after`.
 
-    None for a run of fewer than two steps with a reward.
+    The row is None if fewer than two steps have a reward.
     """
-    # Each side has at most half of the steps: a step on both sides would make them more alike.
+    # Each mean is over at most half of the steps. A step in both means would make them more alike.
     steps = [line for line in map(computed, run.metrics) if "reward" in line]
     count = min(MAX_STEPS_OF_MEAN, len(steps) // 2)
     if count == 0:
@@ -223,8 +232,8 @@ def reward_before_and_after(run: RunData) -> dict[str, Any] | None:
 
 
 def _mean_reward(lines: list[dict[str, Any]]) -> dict[str, Any]:
-    # There is no interval: the policy changes from step to step, so the spread of the rewards is no
-    # error of their mean.
+    # There is no interval. The policy changes from step to step, so the spread of the rewards does
+    # not measure the error of their mean.
     return {
         "first": lines[0]["step"],
         "step": lines[-1]["step"],
@@ -234,11 +243,11 @@ def _mean_reward(lines: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def evaluation_settings(run: RunData) -> dict[str, Any]:
-    """The settings on which the numbers of an evaluation depend, besides the model, rewards and
-    seed."""
+    """Return the settings on which the numbers of an evaluation depend, apart from model, rewards
+    and seed."""
     config = run.config
-    # Settings with a fallback are compared by the value that acts: two runs may reach the same one
-    # by different keys.
+    # Settings with a fallback are compared by the value in effect, because two runs may set the
+    # same value by different keys.
     data = config.get("data.eval_dataset")
     limit = config.get("eval.max_completion_length")
     settings = {
