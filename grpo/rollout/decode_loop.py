@@ -1,10 +1,11 @@
 """The decode loop with continuous batching: waiting rows take the places of rows that have ended.
 
 A row is one completion. It waits until it may start. It is then active: decoded in one batch with
-other rows, one token at a time, until it ends at an EOS token, at a stop string or at T tokens.
-With tools a completion has several turns. A row that has ended a turn is paused while the tool
-works. It becomes active again together with the other paused rows, or ends there without an answer.
-Active and paused rows are in flight. One pass of the loop (:func:`decode`) has these phases::
+other rows, one token at a time, until its turn ends at an EOS token or a stop string, or until it
+has T tokens. Without tools a completion is one turn. With tools it may have several: the row is
+paused while the tool works. It becomes active again together with the other paused rows, or ends if
+there is no answer. Active and paused rows are in flight. One pass of the loop (:func:`decode`) has
+these phases::
 
     come back    once at least half of the rows in flight are paused, the loop waits for all their
                  answers, and the paused rows join the batch with the tokens of the answers
@@ -13,6 +14,8 @@ Active and paused rows are in flight. One pass of the loop (:func:`decode`) has 
     end          active rows end or pause, and so become inactive
     take out     the batch drops its inactive rows: not in each pass, but many at once
     step         the model runs on the drawn tokens, which gives the logits of the next tokens
+
+In models whose KV cache rows cannot join, paused and waiting rows join only once no row is active.
 
 With the same settings, the tokens alone decide which rows share a batch, and not the time that a
 tool takes: the loop waits for all answers before any row comes back. So rounding, which changes
@@ -42,18 +45,19 @@ from grpo.rollout.prefill import Decoder, Prompts
 from grpo.rollout.stops import Stops
 
 Prefill = Callable[[Prompts, int], tuple[Decoder, Tensor]]
-"""A function that runs the model on the prompts of rows: :func:`grpo.rollout.prefill.prefill` of a
-fixed policy.
+"""A function that runs the model on the prompts of rows, :func:`grpo.rollout.prefill.prefill` with
+its other arguments bound.
 
-Its arguments are the prompts, and a capacity: indices of the KV cache behind the longest prompt. A
-cache that rows cannot join grows by itself, without a capacity. The function returns a decoder,
-which holds the KV cache and runs the model on further tokens, and the logits ``[B, V]`` of each
-row's next token."""
+Its arguments are the prompts, and the capacity: the number of indices that the KV cache has behind
+the longest prompt. A cache that rows cannot join grows by itself, and ignores the capacity. The
+function returns a decoder, which holds the KV cache and runs the model on further tokens, and the
+logits ``[B, V]`` of each row's next token."""
 
 
 @dataclass
 class Row:
-    """A completion that is being decoded: one turn, or several with an answer between each two."""
+    """A completion that is being decoded: one turn, or several with an answer after each but the
+    last."""
 
     number: int
     """Index among all rows of the rollout."""
@@ -65,10 +69,11 @@ class Row:
     turn_start: int = 0
     """Index of the first token of the turn."""
     finished: bool = False
-    """True if the last turn ended at an EOS token or stop string, False if it was cut."""
+    """True if the last turn ended at an EOS token or stop string, False if it reached T tokens.
+    Valid once the row has ended."""
     answer: Future[Sequence[int] | None] | None = None
-    """The answer to the latest turn that has ended. None before the first. Its result is None if
-    the completion ends with that turn."""
+    """The answer to the latest turn that has ended. None if no turn has ended yet. The future gives
+    None if the completion ends with that turn."""
 
     def append_answer(self, answer: Sequence[int]) -> None:
         """Append the tokens of an answer, after which the next turn starts."""
@@ -78,8 +83,9 @@ class Row:
         self.turn_start = len(self.tokens)
 
     def completion(self, sampling: SamplingParams) -> Completion:
-        """Return the completion. The caller decodes its text."""
-        # Greedy decoding has recorded zeros. Without a mask, all tokens are sampled ones.
+        """Return the completion, without its text, which the caller makes of the tokens."""
+        # Empty log-probs stand for greedy decoding, where all are zeros. An empty mask says that
+        # all tokens were drawn.
         logprobs = () if sampling.is_greedy else tuple(self.logprobs)
         loss_mask = () if all(self.is_drawn) else tuple(self.is_drawn)
         return Completion(
@@ -110,8 +116,8 @@ class _Batch:
         self.logits_BV = logits_BV
         """Logits of the next token of each row. None only in a batch without rows."""
         self.next_index = [len(row.tokens) for row in rows]
-        """Index of the next token of each row. It also advances in inactive rows, on which the
-        model runs as well."""
+        """Index of each row's next token in its completion. It also advances in inactive rows, on
+        which the model runs as well: they need random numbers and positions, too."""
         self.active = list(range(len(rows)))
         """Places of the rows that have neither ended nor paused."""
 
@@ -144,7 +150,7 @@ class _Batch:
         token_B, logprob_B = draw_tokens(self.logits_BV, u_B, sampling)
         self.next_index = [index + 1 for index in self.next_index]
 
-        # Each a single transfer from the device, not one per row.
+        # One transfer from the device for all rows, and not one for each row.
         tokens = token_B.tolist()
         logprobs = logprob_B.tolist()
         for b in self.active:
@@ -157,15 +163,15 @@ class _Batch:
     def end_rows(self, stops: Stops, T: int) -> list[int]:
         """Make rows inactive if their turn has ended, or if they have T tokens.
 
-        Returns the places of the rows whose turn has ended, at an EOS token or a stop string. They
-        may go on after an answer, except for those that also have T tokens.
+        Returns the places of the rows whose turn has ended, at an EOS token or a stop string. Those
+        with T tokens are among them: they get no answer, since none has room.
         """
         active = []
         ended_turn = []
         for b in self.active:
             row = self.rows[b]
-            # Only the last tokens can hold a new stop string. The search does not go back before
-            # the turn: a stop string in an answer ends nothing.
+            # A stop string that ends with the new token lies within the last search_length tokens.
+            # The search does not go back before the turn: a stop string in an answer ends nothing.
             first = max(row.turn_start, len(row.tokens) - stops.search_length)
             last_tokens = row.tokens[first:]
             row.finished = stops.has_ended(last_tokens)
@@ -179,7 +185,8 @@ class _Batch:
     def keep_active(self) -> list[int]:
         """Drop the inactive rows. Returns the places that the active ones had.
 
-        The logits are left to the caller, who may need none of them any more.
+        ``logits_BV`` stays as it is, with a row for each of the old places: the caller indexes it
+        with the places, or replaces it.
         """
         places = self.active
         self.decoder.keep_rows(places)
@@ -202,9 +209,9 @@ class _PausedRows:
     def __init__(self):
         self.rows = []
         self.decoder = None
-        """The decoder with their KV cache. None if no row has paused yet, and always if rows cannot
-        join: rows that pause at different times could not get into one cache. It is then computed
-        again, from all their tokens, when they come back."""
+        """The decoder with their KV cache. None while no row has paused. Always None if rows cannot
+        join, since the caches of rows that pause at different times could not become one. Their
+        cache is then computed again, from all their tokens, when they come back."""
 
     def pause(
         self,
@@ -237,8 +244,8 @@ class _PausedRows:
             if answer is not None:  # else the completion ends with this turn
                 places.append(place)
                 rows.append(row)
-                # The turn's last token was drawn, but the row paused before the step on it. It is
-                # read before the answer is appended.
+                # The turn's last token was drawn, but the row paused before the step on it. So it
+                # comes before the answer. It is tokens[-1] only until the answer is appended below.
                 new_tokens.append([row.tokens[-1], *answer])
                 row.append_answer(answer)
 
@@ -261,8 +268,9 @@ def num_admissible(
 
     A row takes ``longest prompt + capacity`` tokens of KV cache, and all rows together take at most
     ``tokens_in_flight``. Groups are neighbouring rows with equal prompts. Only whole groups start,
-    so that each prompt is computed once. The exception to both: with nothing in flight, a group
-    that does not fit starts in parts.
+    so that each prompt is computed once. With nothing in flight, a group that does not fit starts
+    in parts, and one row starts in any case. Inactive rows that the batch has not dropped yet, and
+    the copies of paused rows, come on top.
     """
     if sampling.tokens_in_flight is None:
         return len(waiting)
@@ -302,22 +310,26 @@ def decode(
         uniforms_RT: ``[R, T]`` random numbers in [0, 1), one per token, on the policy's device.
             None exactly if ``sampling`` is greedy.
         sampling: ``max_completion_length`` is T.
-        on_tokens: called with the number of tokens drawn since its last call.
+        on_tokens: called with the number of tokens that rows have got since its last call.
         replies: called with a row's number and the tokens of its turn. Returns a future of the
-            answer's tokens, which leave room for one more token at least, or of None if the
-            completion ends with this turn. Without ``replies`` each completion is one turn.
+            answer's tokens, or of None if the completion ends with this turn. The row must have
+            fewer than T tokens with the answer. Without ``replies`` each completion is one turn.
+
+    Returns:
+        The rows in the order of the prompts, all ended.
     """
     T = sampling.max_completion_length
     stops = Stops(policy, sampling.stop)
-    # Rows can join a ForkedCacheDecoder, which is for models that can be packed. With any other
-    # model, rows start and come back only when no row is active.
+    # ForkedCacheDecoder, which rows can join, computes attention by masks of its own, as packed
+    # rows need it. Other models have DynamicCacheDecoder, which rows cannot join.
     rows_can_join = packing_enabled(policy.model)
     capacity = T
     some_must_wait = num_admissible(prompts, [], sampling, T) < len(prompts)
     if rows_can_join and some_must_wait:
         # All rows write at the same index of the cache, so a row that joins later starts at a later
-        # index. When all indices are used, the cache is copied to free those at its beginning. A
-        # margin makes this rarer; any margin would be right.
+        # index, and the cache is full before the row has T tokens. It is then copied, which frees
+        # the indices of rows that have left. A margin makes this rarer. It changes speed only, and
+        # takes memory from other rows: hence none if all rows start together.
         capacity += T // 8 + 1
 
     rows = [Row(number, prompt) for number, prompt in enumerate(prompts)]
@@ -326,7 +338,7 @@ def decode(
     paused = _PausedRows()
     while True:
         # Come back. With a smaller fraction than half, the loop would wait for tools more often;
-        # with a larger one, it would decode smaller batches.
+        # with a larger one, it would decode smaller batches. Those in flight are paused and active.
         num_paused = len(paused.rows)
         half_have_paused = num_paused > 0 and num_paused >= len(batch.active)
         if half_have_paused and (rows_can_join or not batch.active):
@@ -345,12 +357,13 @@ def decode(
                 # Not assigned to a variable, which would keep the new batch's KV cache in memory
                 # after it was copied into the other.
                 batch = batch.joined(_prefilled(new_rows, prefill, capacity))
-        # Without an active row, all paused ones have come back, and at least one waiting row has
-        # started. So all have ended.
+        # With no active row, all paused rows would have come back above, and at least one waiting
+        # row would have started. So no row is paused or waiting: all have ended.
         if not batch.active:
             return rows
 
-        # Draw, and end. The last token of a completion needs no step, since no token follows it.
+        # Draw, and end. Rows end before the step: the last token of a completion needs none, and
+        # that of a turn gets its step when the row comes back.
         token_B = batch.draw(uniforms_RT, sampling)
         if on_tokens:
             on_tokens(len(batch.active))
@@ -358,16 +371,19 @@ def decode(
         if replies and ended_turn:
             paused.pause(batch, ended_turn, replies, rows_can_join)
         if not batch.active:
+            # Frees the KV cache of the batch before others are computed.
+            batch = _Batch([])
             continue
 
         # Take out. This copies the KV cache, so the model also runs on inactive rows until there
-        # are enough of them. Two things cannot wait: a full cache, to which no token can be added
-        # before it is copied; and an inactive row whose next index is T, which has no random number
-        # left and whose next position may exceed the context.
+        # are enough of them. Two things cannot wait. To a full cache no token can be added before
+        # it is copied. And an inactive row may have T as its next index: it has no random number
+        # left, and its next position may exceed the context. Active rows have fewer than T tokens.
         num_inactive = len(batch.rows) - len(batch.active)
-        min_inactive = int(len(batch.rows) * batch.decoder.min_ended_fraction)
+        min_inactive = max(int(len(batch.rows) * batch.decoder.min_ended_fraction), 1)
         must_take_out = batch.decoder.is_full or max(batch.next_index) == T
-        if must_take_out or num_inactive >= max(min_inactive, 1):
+        if must_take_out or num_inactive >= min_inactive:
+            # The logits need no selection: the step replaces them.
             places = batch.keep_active()
             token_B = token_B[places]
 

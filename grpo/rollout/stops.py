@@ -48,7 +48,7 @@ class Stops:
         return self.tokenizer.decode(ids)
 
     def has_ended(self, turn: Sequence[int]) -> bool:
-        """True if a turn ends with its last token.
+        """Return True if a turn ends with its last token.
 
         The last ``search_length`` tokens of the turn are enough.
         """
@@ -56,7 +56,7 @@ class Stops:
             return True
         if not self.strings:  # decoding the text would take long, at every token
             return False
-        return self._contains_stop(turn[-self.search_length :])
+        return self._contains_stop(turn)
 
     def first_end(self, tokens: Sequence[int]) -> int | None:
         """Length of the shortest beginning of ``tokens`` that contains a stop string, or None.
