@@ -3,17 +3,17 @@
     python train_grpo.py --config configs/tiny_arithmetic.yaml             one process
     torchrun --nproc_per_node=8 train_grpo.py --config FILE.yaml           eight GPUs
 
-P problems of this rank (of all ranks where a name begins with all_), G completions each, F reward
-functions and the values that they return. B = P*G rows (completions), T completion tokens.
+Shapes: P problems of this rank (of all ranks if the name begins with all_), G completions of each
+problem, F reward functions, B = P*G rows (completions), T completion tokens.
 
-What differs from the DeepSeekMath paper: a completion that no reward could score gets advantage 0;
-the loss is one mean over the optimizer step on all ranks, however it is cut into micro-batches.
+Two differences from the DeepSeekMath paper: a completion that no reward could score gets advantage
+0; the loss is one mean over the optimizer step, over all ranks and micro-batches together.
 
 Where to change what, in grpo/:
     ratio, clip, KL   policy_loss and the functions that it calls, in algorithm/loss.py
     advantage         group_advantages and has_no_advantage, in algorithm/advantages.py
     metric            the statistics of policy_loss, or run/metrics.py
-    engine            Engine in rollout/interface.py; run/prepare.py builds it, by rollout.engine
+    engine            Engine in rollout/interface.py; run/prepare.py builds the engine
 """
 
 import sys
@@ -50,7 +50,7 @@ DEMO = Path(__file__).parent / "configs" / "tiny_arithmetic.yaml"
 
 
 def train(run: Run) -> None:
-    """Run all remaining steps. Between them the iterator evaluates, writes, saves and stops."""
+    """Run all remaining steps. Between steps, the iterator evaluates, logs, saves and may stop."""
     algorithm = run.config.algorithm
     learner = run.learner
     world = run.world
@@ -88,7 +88,7 @@ def train(run: Run) -> None:
 
 
 def compute_advantages(run: Run, all_values_PGF: Tensor, all_rewards_PG: Tensor) -> Tensor:
-    """Advantages ``[P, G]`` of all ranks. A reward that is NaN was not scored."""
+    """Advantages ``[P, G]`` of all ranks. A reward is NaN if the completion has no score."""
     algorithm = run.config.algorithm
     if run.learner.user_advantages is not None:
         return call_user_advantages(run.learner.user_advantages, all_rewards_PG, all_values_PGF)
@@ -106,7 +106,7 @@ def compute_advantages(run: Run, all_values_PGF: Tensor, all_rewards_PG: Tensor)
 
 
 def with_old_and_ref_logprobs(learner: Learner, batch: Batch) -> Batch:
-    """Add what the loss takes without gradient: old and reference log-probs, tokens to train."""
+    """Add inputs of the loss that have no gradient: old and reference log-probs, policy mask."""
     algorithm = learner.config.algorithm
     # With a single update per rollout, the old log-probs are the new ones, detached: see update.
     if algorithm.objective == "dppo_tv":  # its old log-probs are those recorded while sampling
@@ -123,7 +123,7 @@ def with_old_and_ref_logprobs(learner: Learner, batch: Batch) -> Batch:
 
 
 def update(learner: Learner, step: Step, minibatch: Batch, *, is_first_iteration: bool) -> None:
-    """One optimizer update, from this rank's rows of a minibatch."""
+    """Make one optimizer update. ``minibatch`` holds this rank's rows."""
     algorithm = learner.config.algorithm
     world = learner.world
     metrics = step.metrics

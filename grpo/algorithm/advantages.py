@@ -24,13 +24,14 @@ from grpo.algorithm.choices import (
 UserAdvantages = Callable[[Tensor, Tensor], Tensor]
 """A user's function ``fn(rewards_PG, values_PGF) -> advantages_PG``.
 
-Rewards and the values of the reward functions are those of all ranks, fp32, NaN where there is no
-score. Every rank calls the function, and must get the same result."""
+Both arguments are in fp32, hold the groups of all ranks, and are NaN where there is no score. Every
+rank calls the function with the same arguments, and must get the same result."""
 
 GDPO_ROUNDING_ERROR = 1e-5
-"""Largest rounding error of a term in :func:`normalize_then_sum`, as a fraction of the term."""
-# The difference of a value to the mean magnifies the value's own rounding error (2^-24, or 6e-8) by
-# |value| / std. 1e-5 allows for values that are 100 times as large as their spread.
+"""Bound on the rounding error of a term in :func:`normalize_then_sum`, relative to the term."""
+# A value has a relative rounding error of 2^-24, or 6e-8. Subtracting the mean and dividing by the
+# standard deviation magnifies this error by |value| / std. 1e-5 allows for values that are 100
+# times as large as their standard deviation.
 
 
 def values_to_compare(
@@ -38,10 +39,10 @@ def values_to_compare(
     weights: Sequence[float],
     multi_objective_aggregation: MultiObjectiveAggregation,
 ) -> Tensor:
-    """Return the numbers whose differences within a group give its advantages.
+    """Return the numbers whose differences within a group determine the group's advantages.
 
-    They are the rewards ``[P, G]``, or with ``normalize_then_sum`` the values ``[P, G, F]`` of all
-    functions whose weight is not 0.
+    With ``sum_then_normalize``, these are the rewards ``[P, G]``. With ``normalize_then_sum``, they
+    are the values ``[P, G, F]`` of the reward functions whose weight is not 0.
     """
     if multi_objective_aggregation == "normalize_then_sum":
         has_weight_F = torch.tensor(weights) != 0
@@ -54,14 +55,15 @@ def weighted_sum(values_PGF: Tensor, weights: Sequence[float]) -> Tensor:
 
         r_i = sum_f  weight_f * value_if        over the functions f that gave a value
 
-    The reward is NaN (not scored) if no function with a weight gave a value.
+    The reward is NaN (not scored) if no function of nonzero weight gave a value.
     """
     weights_F = torch.tensor(weights)
     terms_PGF = values_PGF.nan_to_num(0.0) * weights_F
 
-    # A sum that could be a mere rounding error is 0: 0.9 * 1 - 0.3 * 3 must not be a negative
-    # reward, which would end a run with scale="mean". In fp32 a value, its weight and their product
-    # are rounded, and the sum at each of F - 1 additions, by half a unit in the last place (2^-24).
+    # A sum that could be a mere rounding error is set to 0. For example, 0.9 * 1 - 0.3 * 3 must not
+    # be a negative reward, which would end a run with scale="mean". In fp32, 3 + F - 1 numbers are
+    # rounded by at most half a unit in the last place (2^-24): the value, the weight, their
+    # product, and the sum after each of F - 1 additions.
     F = len(weights_F)
     rounding_error = (3 + F - 1) * 2**-24
     return _sum_of_terms(terms_PGF, rounding_error, values_PGF, weights_F)
@@ -90,37 +92,38 @@ def group_advantages(
     none Dr. GRPO (arXiv 2503.20783), mean / batch Lite PPO (arXiv 2508.08221), mean / mean MaxRL
     (arXiv 2602.02710), leave_one_out / none RLOO (arXiv 2402.14740).
 
-    Not in the papers: a completion that could not be scored (NaN) gets 0 and does not influence the
-    others. G above counts the scored ones.
+    A difference from the papers: a completion without a score (NaN) gets advantage 0 and does not
+    influence other completions. G in the formulas counts the scored completions.
 
     Args:
-        rewards_PG: ``[P, G]`` rewards. With ``scale="batch"`` those of all ranks.
-        baseline: see above.
-        scale: see above. Rewards must not be negative with ``mean``.
-        eps: in units of reward.
+        rewards_PG: ``[P, G]`` rewards. ``scale="batch"`` needs the rewards of all ranks.
+        baseline: name of b_i in the table.
+        scale: name of s in the table. ``mean`` needs rewards that are not negative.
+        eps: number added to s, in units of reward.
 
     Returns:
-        ``[P, G]`` advantages, fp32 or wider. Where all rewards of a group (with ``scale="batch"``:
-        of the batch) are equal, they are exactly 0. Without baseline and spread (``none`` with
-        ``mean`` or ``none``) this holds for rewards of 0 alone.
+        ``[P, G]`` advantages, fp32 or wider. With a baseline or ``scale="group"``, a group of equal
+        rewards has advantages of exactly 0. With ``scale="batch"``, a batch of equal rewards has
+        advantages of exactly 0, too.
 
     Raises:
-        ValueError: if the shape is not ``[P, G]``, a reward is infinite, or negative with
-            ``scale="mean"``, a name is unknown, or ``G == 1`` with a baseline (a group's only
-            completion has nothing to be compared with).
+        ValueError: if the shape is not ``[P, G]``, a name is unknown, a reward is infinite, or a
+            reward is negative with ``scale="mean"``; also for ``G == 1`` with a baseline, since a
+            single completion has nothing to be compared with.
     """
     _check(rewards_PG, baseline, scale)
     # Half precision would round away the small differences that advantages are made of.
     dtype = torch.promote_types(rewards_PG.dtype, torch.float32)
-    # In fp32 the squares of rewards above 1e19 would be infinite, and all their advantages 0.
+    # In fp32 the squares of rewards above 1e19 would be infinite, and all advantages 0.
     rewards_PG = rewards_PG.double()
     is_scored_PG = ~rewards_PG.isnan()
     rewards_PG = rewards_PG.masked_fill(~is_scored_PG, 0.0)
     mean_P1 = _mean(rewards_PG, is_scored_PG)
 
-    # b: an easy problem is no merit of a completion. The mean of the others does not depend on the
-    # completion, so that subtracting it lowers the variance of the gradient and keeps its
-    # expectation. The mean of the group contains r_i, and gives (G - 1) / G of that difference.
+    # The baseline b takes the problem's difficulty out of the rewards. The mean of the other
+    # completions does not depend on completion i. So subtracting that mean lowers the variance of
+    # the gradient and keeps the expectation. The mean of the group contains r_i, and subtracting it
+    # gives (G - 1) / G of the difference to the mean of the others.
     b_PG = torch.zeros_like(rewards_PG)
     if baseline == "mean":
         b_PG = mean_P1.expand_as(rewards_PG)
@@ -129,8 +132,9 @@ def group_advantages(
         num_others_P1 = _sum(is_scored_PG) - 1
         b_PG = sum_of_others_PG / num_others_P1.clamp(min=1)
 
-    # s: in units of the spread, problems on which rewards differ much and little count alike. Dr.
-    # GRPO does without: problems that are almost always or never solved would weigh more.
+    # The scale s makes problems count alike, whether their rewards differ much or little. Dr. GRPO
+    # leaves s out, because s gives problems that are almost always or almost never solved more
+    # weight.
     s_P1 = torch.ones_like(mean_P1)
     is_zero_PG = ~is_scored_PG
     if scale == "group":
@@ -145,7 +149,7 @@ def group_advantages(
         # Without eps, a group of rewards 0 would be 0 / 0.
         is_zero_PG = is_zero_PG | (mean_P1 == 0)
 
-    # Equal rewards must give exactly 0. Computed, they would give a rounding error divided by eps.
+    # Equal rewards must give exactly 0. The formula would give a rounding error divided by eps.
     if baseline != "none" or scale == "group":
         is_zero_PG = is_zero_PG | _are_equal(rewards_PG, is_scored_PG)
 
@@ -160,23 +164,23 @@ def normalize_then_sum(
     *,
     eps: float = 1e-4,
 ) -> Tensor:
-    """Advantages ``[P, G]`` of GDPO (arXiv 2601.05242): each reward function is normalised alone.
+    """Advantages ``[P, G]`` of GDPO (arXiv 2601.05242): reward functions are normalised one by one.
 
         S_i = sum_f  weight_f * (v_if - mean(v_f)) / (std(v_f) + eps)       over the group
         A_i = (S_i - mean(S)) / (std(S) + eps)                              over the batch
 
-    In a sum of rewards, a function with a wide spread would drown the others.
+    In a sum of unnormalised values, a function with a wide spread would outweigh other functions.
 
     Args:
-        values_PGF: ``[P, G, F]`` values of the reward functions, of all ranks. A NaN does not
-            influence the others.
+        values_PGF: ``[P, G, F]`` values of the reward functions for the groups of all ranks. A NaN
+            does not influence other values.
         weights: the weight of each function.
         eps: added to each standard deviation.
 
     Returns:
-        ``[P, G]`` advantages, fp32 or wider. They are exactly 0 for a completion without a value of
-        any function with a weight, for a group whose values are equal in every function, and for a
-        batch in which the functions cancel each other out.
+        ``[P, G]`` advantages, fp32 or wider. They are exactly 0 for a completion that no function
+        of nonzero weight has scored, for a group in which the values of each function are equal,
+        and for a batch in which the functions cancel each other out.
     """
     weights_F = torch.tensor(weights, dtype=torch.double)
     normalized = []
@@ -184,8 +188,8 @@ def normalize_then_sum(
         normalized.append(group_advantages(values_PG, eps=eps))
     terms_PGF = torch.stack(normalized, dim=-1) * weights_F
 
-    # Functions that cancel each other out leave a rounding error, which must not become the unit of
-    # the advantages.
+    # Functions that cancel each other out leave a rounding error. Divided by its standard deviation
+    # below, this error would become advantages.
     sums_PG = _sum_of_terms(terms_PGF, GDPO_ROUNDING_ERROR, values_PGF, weights_F)
 
     # The batch is normalised as if it were one group.
@@ -193,8 +197,8 @@ def normalize_then_sum(
     advantages_1B = group_advantages(sums_1B, eps=eps)
     advantages_PG = advantages_1B.view(sums_PG.shape)
 
-    # The mean of the batch is 0 but for rounding, and a group of equal values would get that error,
-    # in units of the standard deviation.
+    # The mean of the batch is 0 except for a rounding error. A group of equal values would get this
+    # error, divided by the standard deviation, as its advantages.
     has_terms_P = terms_PGF.flatten(1).any(dim=1)
     has_no_terms_P1 = ~has_terms_P[:, None]
     advantages_PG = advantages_PG.masked_fill(has_no_terms_P1, 0.0)
@@ -205,10 +209,10 @@ def normalize_then_sum(
 def call_user_advantages(
     function: UserAdvantages, rewards_PG: Tensor, values_PGF: Tensor
 ) -> Tensor:
-    """Return the advantages ``[P, G]`` of a user's function, fp32, 0 where there is no reward.
+    """Return the advantages ``[P, G]`` of a user's function in fp32, 0 where the reward is NaN.
 
     Raises:
-        ValueError: if it returned another shape, or a number that is not finite.
+        ValueError: if the function returns another shape, or a number that is not finite.
     """
     # Copies, because the function may change them, and the metrics report them later.
     advantages_PG = function(rewards_PG.clone(), values_PGF.clone())
@@ -223,9 +227,9 @@ def call_user_advantages(
 
 
 def has_equal_rewards(rewards_PG: Tensor) -> Tensor:
-    """Return ``[P]`` True for each group whose scored rewards are equal, or that has none.
+    """Return ``[P]``: True for each group whose scored rewards are equal or which has no score.
 
-    Of values ``[P, G, F]`` those of every function must be equal.
+    ``rewards_PG`` may also be values ``[P, G, F]``. Then the values of each function must be equal.
     """
     is_scored_PG = ~rewards_PG.isnan()
     are_equal_P1 = _are_equal(rewards_PG, is_scored_PG)
@@ -233,12 +237,12 @@ def has_equal_rewards(rewards_PG: Tensor) -> Tensor:
 
 
 def has_no_advantage(rewards_PG: Tensor, *, baseline: Baseline, scale: Scale) -> Tensor:
-    """Return ``[P]`` True for each group whose advantages are 0, whatever the other groups are.
+    """Return ``[P]``: True for each group whose advantages are 0 for any rewards of other groups.
 
-    Dynamic sampling replaces these groups, before the rewards of other ranks are known.
+    Dynamic sampling replaces these groups before the rewards of other ranks are known.
     """
-    # Without a baseline, advantages are multiples of the rewards, not of differences. But with the
-    # standard deviation of a group as scale, equal rewards would be divided by 0, and give 0.
+    # Without a baseline, advantages are multiples of rewards, not of differences. But with
+    # scale="group", equal rewards have a standard deviation of 0, and get advantages of 0.
     if baseline == "none" and scale != "group":
         has_reward_PG = rewards_PG.nan_to_num(0.0) != 0
         return ~has_reward_PG.any(dim=1)
@@ -246,7 +250,7 @@ def has_no_advantage(rewards_PG: Tensor, *, baseline: Baseline, scale: Scale) ->
 
 
 def _check(rewards_PG: Tensor, baseline: str, scale: str) -> None:
-    """Raise the errors of :func:`group_advantages`."""
+    """Raise ValueError for arguments that :func:`group_advantages` refuses."""
     if rewards_PG.dim() != 2:
         raise ValueError(f"expected rewards of shape [P, G], got {tuple(rewards_PG.shape)}")
     check_choice("baseline", baseline, Baseline)
@@ -274,10 +278,11 @@ def _sum_of_terms(
     values_PGF: Tensor,
     weights_F: Tensor,
 ) -> Tensor:
-    """Sum ``[P, G]`` of the terms; NaN where no function with a weight gave a value.
+    """Sum the terms ``[P, G, F]`` to ``[P, G]``; NaN where no function of nonzero weight gave a
+    value.
 
-    A sum that could be a mere rounding error is 0. ``rounding_error`` is the largest error of a
-    term, as a fraction of the term.
+    A sum that could be a mere rounding error is set to 0. ``rounding_error`` is the largest error
+    of a term, relative to the term.
     """
     sums_PG = terms_PGF.sum(dim=-1)
     # Errors are added up, not terms: the sum of large terms would overflow fp32.
@@ -291,13 +296,13 @@ def _sum_of_terms(
 
 
 def _are_equal(values_PG: Tensor, is_scored_PG: Tensor) -> Tensor:
-    """Return ``[P, 1]`` True where the scored values of a group are equal, or there are none."""
+    """Return ``[P, 1]``: True where all scored values of a group are equal, or none is scored."""
     is_unscored_PG = ~is_scored_PG
     with_minus_inf_PG = values_PG.masked_fill(is_unscored_PG, -torch.inf)
     with_inf_PG = values_PG.masked_fill(is_unscored_PG, torch.inf)
     highest_P1 = with_minus_inf_PG.amax(dim=1, keepdim=True)
     lowest_P1 = with_inf_PG.amin(dim=1, keepdim=True)
-    # Not `==`: of no values the highest is -inf and the lowest inf.
+    # `<=` and not `==`: without a scored value, the highest is -inf and the lowest is inf.
     return highest_P1 <= lowest_P1
 
 
@@ -307,16 +312,16 @@ def _sum(values_PG: Tensor) -> Tensor:
 
 
 def _mean(values_PG: Tensor, is_scored_PG: Tensor) -> Tensor:
-    """Mean ``[P, 1]`` of the scored values of each group; the others must be 0."""
+    """Mean ``[P, 1]`` of the scored values of each group. Unscored values must be 0."""
     count_P1 = _sum(is_scored_PG)
     return _sum(values_PG) / count_P1.clamp(min=1)
 
 
 def _std(values_PG: Tensor, is_scored_PG: Tensor) -> Tensor:
-    """Standard deviation ``[P, 1]`` (n - 1) of the scored values; the others must be 0."""
+    """Standard deviation ``[P, 1]`` (n - 1) of the scored values. Unscored values must be 0."""
     deviations_PG = values_PG - _mean(values_PG, is_scored_PG)
     squares_PG = deviations_PG**2
-    # An unscored 0 deviates from the mean, too.
+    # An unscored value is 0, which deviates from the mean, too.
     squares_PG = squares_PG.masked_fill(~is_scored_PG, 0.0)
     # As the n deviations add up to 0, n - 1 of them are free. A single value has the deviation 0.
     num_free_P1 = _sum(is_scored_PG) - 1

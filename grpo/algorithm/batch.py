@@ -1,11 +1,11 @@
 """The records of a step, from a row of the dataset to a micro-batch.
 
     P   problems                          T   tokens of the longest completion
-    G   completions of each problem       S   tokens of the longest prompt and completion
-    B   rows, P*G of them                 M   minibatches of n rows
+    G   completions of each problem       S   tokens of the longest row, prompt and completion
+    B   rows, one per completion: P*G     M   minibatches of n rows
 
-A mask m_bt is 1 at the tokens of completion b that count, else 0. Masks are made here and nowhere
-else, and from lengths: a token's value never says whether it is padding.
+A mask entry m_bt is 1 if token t of completion b counts, else 0. All masks are made in this file,
+from lengths: the id of a token never says whether the token is padding.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,10 +21,11 @@ IGNORE_INDEX = -100
 """Label of positions that are not scored, as in PyTorch's ``cross_entropy``."""
 
 MAX_PROMPT_KEYS_PER_TOKEN = 8
-"""Most prompt tokens that the rows of a packed micro-batch attend to, per token of its budget.
+"""Limit on the prompt tokens that the rows of a packed micro-batch attend to, per token of
+``max_tokens``.
 
-The backward pass stores a prompt's keys and values once per row. With short completions this is
-most of the memory, which the number of computed tokens does not show."""
+The backward pass stores a prompt's keys and values once per row. With short completions these keys
+and values take most of the memory, but the number of computed tokens does not show this."""
 
 
 @dataclass(frozen=True)
@@ -36,17 +37,17 @@ class Problem:
     prompt: str | list[dict[str, str]]
     """The prompt of the row: text, or a list of chat messages."""
     prompt_ids: tuple[int, ...]
-    """The prompt as the model gets it: with system prompt, few-shot examples and chat template."""
+    """Token ids of the prompt, with system prompt, few-shot examples and chat template."""
     columns: dict[str, Any] = field(default_factory=dict)
-    """The other columns of the row, among them ``answer``. Rewards get them as keyword
-    arguments."""
+    """The other columns of the row, such as ``answer``. Reward functions get these columns as
+    keyword arguments."""
     reward_prompt: str | list[dict[str, str]] | None = None
-    """The prompt as rewards get it. With a list of messages, rewards get completions as messages,
-    too. Default: the prompt of the row."""
+    """Prompt that reward functions get. If this is a list of messages, they get completions as
+    messages, too. Default: ``prompt``."""
 
     @property
     def prompt_for_rewards(self) -> str | list[dict[str, str]]:
-        """The prompt as rewards get it."""
+        """Prompt that reward functions get: ``reward_prompt`` or its default, ``prompt``."""
         if self.reward_prompt is None:
             return self.prompt
         return self.reward_prompt
@@ -57,10 +58,10 @@ class Completion:
     """One sampled response to a problem."""
 
     ids: tuple[int, ...]
-    """Tokens up to and including the first EOS: at least one, at most ``max_completion_length``."""
+    """Token ids, including the EOS: at least one, at most ``max_completion_length``."""
     text: str
-    """The decoded tokens, with special tokens (in some models ``<think>`` is one), but without EOS,
-    padding, and stop tokens that are not tags."""
+    """The decoded tokens without EOS, padding, and stop tokens that are not tags. Other special
+    tokens are in the text: in some models ``<think>`` is a special token."""
     finished: bool
     """True if the response ended with EOS or a stop string, False if it was truncated at
     ``max_completion_length``."""
@@ -68,10 +69,11 @@ class Completion:
     """Log-probability of each token at the sampling temperature, in nats, as computed while
     sampling. Empty after greedy decoding."""
     logged_columns: dict[str, Any] = field(default_factory=dict)
-    """Values that rewards gave to ``log_extra`` for this completion, by the name of the column."""
+    """Values that reward functions logged with ``log_extra`` for this completion, by column
+    name."""
     loss_mask: tuple[bool, ...] = ()
-    """True at each token that the model sampled, False at those of a tool or environment. Default:
-    all were sampled."""
+    """True at each token that the model sampled, False at each token of a tool or environment.
+    Default: the model sampled all tokens."""
 
     @property
     def sampled_ids(self) -> tuple[int, ...]:
@@ -82,7 +84,7 @@ class Completion:
 
     @property
     def size_text(self) -> str:
-        """Number of tokens for a reader, such as ``62 tokens, 14 of them not the model's``."""
+        """Number of tokens as text, such as ``62 tokens, 14 of them not the model's``."""
         num_tokens = len(self.ids)
         num_not_sampled = num_tokens - len(self.sampled_ids)
         if num_not_sampled == 0:
@@ -91,7 +93,7 @@ class Completion:
 
     @property
     def transcript(self) -> str:
-        """The text. In a completion of several turns: each turn with its role."""
+        """Text to show to a person. With several turns, each message is preceded by its role."""
         return self.text
 
 
@@ -101,8 +103,8 @@ class ToolCall:
 
     name: str
     error: str = ""
-    """The text that the model saw if the tool raised, its arguments were wrong, or no tool has that
-    name. Default: the call succeeded."""
+    """Error message that the model saw, if the tool raised, the arguments were wrong, or no tool
+    has this name. Default: empty, because the call succeeded."""
 
     @property
     def failed(self) -> bool:
@@ -111,28 +113,32 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class MultiTurnCompletion(Completion):
-    """A completion of several turns of the model, with answers of tools or an environment between.
+    """A completion in which turns of the model alternate with answers of tools or an environment.
 
-    ``ids`` has the tokens of all turns and answers. The last token is a sampled one.
+    ``ids`` holds the tokens of all turns and answers, and ends with a sampled token. ``text`` is
+    the text of the last turn.
     """
 
     messages: tuple[dict[str, Any], ...] = ()
-    """The turns as chat messages: those of the model with ``tool_calls``, and the answers."""
+    """Turns and answers as chat messages. The message of a turn lists its calls in
+    ``tool_calls``."""
     stop_reason: str = "stop"
-    """``stop``: the last turn calls no tool. ``length``: no tokens are left. ``max_turns``: no turn
-    is left. ``environment``: the environment has ended. ``failed``: the environment has failed."""
+    """Reason why the completion ended: ``stop`` (the last turn calls no tool), ``length`` (limit on
+    tokens), ``max_turns`` (limit on turns), ``environment`` (the environment has ended) or
+    ``failed`` (the environment has failed)."""
     rewards: tuple[float, ...] = ()
-    """The reward of each turn, if the environment gives one."""
+    """Reward of each turn. Empty if the environment gives no reward per turn."""
     calls: tuple[ToolCall, ...] = ()
-    """The calls of tools in all turns."""
+    """Tool calls of all turns."""
     environment: int | None = None
-    """Row of the rollout whose environment this is. The environment lives until the next rollout.
-    None: there is no environment."""
+    """Number of the completion's environment: the index of the completion in the rollout. The
+    environment keeps its state until the next rollout. None if there is no environment."""
     environment_reward: float | None = None
-    """Reward of the environment: its ``get_reward()``, or the sum of ``rewards``."""
+    """Reward that the environment gave: its ``get_reward()``, or the sum of ``rewards``. None if
+    the environment gave no reward."""
     environment_failure: str | None = None
-    """Reason of the environment's failure, or empty. None: there is no environment, or it got no
-    action."""
+    """Reason why the environment failed, empty if the environment worked. None if there is no
+    environment, or if an environment with ``step()`` got no action."""
     num_turns: int = 1
     """Number of turns of the model."""
 
@@ -158,7 +164,7 @@ class MultiTurnCompletion(Completion):
 
 @dataclass(frozen=True)
 class Group:
-    """The G completions of one problem; all of them are on the same rank."""
+    """A problem and its G completions, all on the same rank."""
 
     problem: Problem
     completions: tuple[Completion, ...]
@@ -170,8 +176,8 @@ def completion_mask(completion_ids_BT: Tensor, lengths_B: Tensor) -> Tensor:
         m_bt = 1 if t < length_b, else 0
 
     Args:
-        completion_ids_BT: ``[B, T]``, of which only the shape is used.
-        lengths_B: ``[B]`` tokens of each completion, with its EOS.
+        completion_ids_BT: ``[B, T]`` token ids. Only the shape is used.
+        lengths_B: ``[B]`` number of tokens of each completion, including the EOS.
 
     Raises:
         ValueError: if shapes disagree or a length is not in ``[0, T]``.
@@ -192,9 +198,9 @@ def completion_mask(completion_ids_BT: Tensor, lengths_B: Tensor) -> Tensor:
 
 
 def completion_lengths(mask_BT: Tensor) -> Tensor:
-    """Return ``[B]`` the number of tokens up to the last True of each row, or 0."""
-    # Not the sum of the mask, which has gaps at the tokens of tools: the length is the greatest
-    # t + 1 at a token t of the mask.
+    """Return the lengths ``[B]``: the index of each row's last True plus 1, or 0 without a True."""
+    # The sum of the mask would be too small, since the mask has gaps at the tokens of tools. So the
+    # length is the greatest t + 1 at a token t of the mask.
     T = mask_BT.shape[1]
     ends_T = torch.arange(1, T + 1, device=mask_BT.device)
     return (mask_BT * ends_T).amax(dim=1)
@@ -202,8 +208,8 @@ def completion_lengths(mask_BT: Tensor) -> Tensor:
 
 def right_pad(rows: Sequence[Sequence[int]], value: int) -> Tensor:
     """Return rows of integers as a tensor ``[B, longest row]``, padded with ``value``."""
-    # On the right: what follows a token has no influence on it in a causal model, so that neither
-    # an attention mask nor shifted positions are needed.
+    # Padding is on the right, because in a causal model later tokens do not influence earlier ones.
+    # So neither an attention mask nor shifted positions are needed.
     width = max(map(len, rows), default=0)
     padded = torch.full((len(rows), width), value, dtype=torch.long)
     for b, row in enumerate(rows):
@@ -213,48 +219,50 @@ def right_pad(rows: Sequence[Sequence[int]], value: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of tensors on the training device: the completions of a step, or some of them.
+    """Completions of a step, or a part of them, as tensors on the training device.
 
-    ``S`` and ``T`` are those of the longest rows of this batch.
+    Each row is a completion. S is the length of this batch's longest row, prompt included. T is the
+    length of this batch's longest completion.
     """
 
     sequence_ids_BS: Tensor
-    """Prompt, then completion, then padding."""
+    """Token ids: prompt, then completion, then padding."""
     prompt_lengths_B: Tensor
     """Number of tokens of each prompt."""
     completion_mask_BT: Tensor
-    """True at the tokens of each completion that the model sampled: those that are scored."""
+    """True at the completion tokens that the model sampled. These tokens are scored."""
     loss_mask_BT: Tensor
-    """True at the tokens that are trained on: the scored ones, except for those of truncated
-    completions if these are masked."""
+    """True at the tokens that are trained on: the scored tokens, without truncated completions if
+    ``mask_truncated`` was set."""
     advantages_B: Tensor
-    """Advantage of each completion, a constant."""
+    """Advantage of each completion, without gradient."""
     group_B: Tensor
     """Index of each row's group on this rank. Rows of one group are neighbours and have the same
     prompt."""
     row_B: Tensor
-    """Index of each row in this rank's batch of the step, which a row of a minibatch or micro-batch
-    keeps."""
+    """Index of each row in this rank's full batch of the step. Rows of minibatches and
+    micro-batches keep this index."""
     sampling_logprobs_BT: Tensor
-    """Log-probs as computed while sampling. Corrections of the loss use them, and the metrics
-    compare them with the scored ones."""
+    """Log-probs that the sampler computed. The loss uses them for its sampler correction, and
+    metrics compare them with the log-probs of the scorer."""
     old_logprobs_BT: Tensor | None = None
-    """Log-probs under the policy that sampled. Default: the policy has not been updated since, and
-    its log-probs, detached, are the old ones."""
+    """Log-probs under the policy before its first update of the step. Default: there was no update
+    yet, so the loss takes the new log-probs, detached."""
     ref_logprobs_BT: Tensor | None = None
-    """Log-probs under the reference model. Default: there is no reference."""
+    """Log-probs under the reference model. Default: there is no reference model."""
     policy_mask_BT: Tensor | None = None
-    """True at the tokens that have a policy term. Default: all that are trained on."""
+    """False at tokens whose loss has no policy term, but may have a KL term. Default: all tokens of
+    ``loss_mask_BT`` have a policy term."""
     is_computed_B: Tensor | None = None
-    """True at the rows that are scored and trained on. The others have advantage 0 and no
-    influence. Default: all rows."""
+    """True at the rows that are scored and trained on. Other rows have advantage 0 and no gradient.
+    Default: all rows."""
 
     def __len__(self) -> int:
         return len(self.sequence_ids_BS)
 
     @property
     def lengths_B(self) -> Tensor:
-        """Number of tokens of prompt and completion together."""
+        """Number of tokens of each row, prompt and completion together."""
         return self.prompt_lengths_B + completion_lengths(self.completion_mask_BT)
 
     @property
@@ -269,17 +277,17 @@ class Batch:
 
     @property
     def is_counted_BT(self) -> Tensor:
-        """True at the tokens that metrics count: all scored ones, or with ``is_computed_B`` those
-        of rows that have an advantage."""
+        """True at the scored tokens that metrics count. If ``is_computed_B`` is set, metrics do not
+        count rows of advantage 0."""
         if self.is_computed_B is None:
             return self.completion_mask_BT
-        # Not the rows of `is_computed_B`: each rank may compute one without an advantage, for its
-        # backward pass alone, and the metrics would depend on the number of ranks.
+        # `is_computed_B` would count too much: each rank may compute a row of advantage 0, for its
+        # backward pass alone. Metrics would then depend on the number of ranks.
         has_advantage_B1 = self.advantages_B.ne(0)[:, None]
         return self.completion_mask_BT & has_advantage_B1
 
     def select(self, rows: Tensor | slice) -> "Batch":
-        """Return the batch of these rows only, padded to the longest of them."""
+        """Return a batch of the given rows, padded to the longest of these rows."""
         # The indices go to the training device once, instead of once for each field.
         rows = torch.arange(len(self), device=self.group_B.device)[rows]
         S = self.lengths_B[rows].max()
@@ -311,13 +319,13 @@ def collate(
 
     Args:
         groups: the groups of this rank.
-        advantages_PG: ``[P, G]`` advantages of their completions.
-        pad_id: the token that fills up shorter rows. It may also be an EOS.
+        advantages_PG: ``[P, G]`` advantage of each completion.
+        pad_id: token id of the padding. The id may be that of an EOS.
         device: the training device.
         mask_truncated: leave truncated completions out of the loss (DAPO's overlong filtering).
 
     Raises:
-        ValueError: if there are more or fewer advantages than completions.
+        ValueError: if the number of advantages is not the number of completions.
     """
     completions = []
     sequences = []
@@ -334,7 +342,7 @@ def collate(
     if advantages_PG.numel() != B:
         raise ValueError(f"{B} completions, but {advantages_PG.numel()} advantages")
 
-    # Token t of a completion is in column t of every tensor [B, T], whatever its prompt's length.
+    # Token t of a completion is in column t of every tensor [B, T], for prompts of every length.
     T = max(len(completion.ids) for completion in completions)
     mask_BT = torch.zeros(B, T, dtype=torch.bool)
     loss_mask_BT = torch.zeros(B, T, dtype=torch.bool)
@@ -364,24 +372,25 @@ def collate(
 
 
 def minibatches(batch: Batch, count: int) -> list[Batch]:
-    """Divide a batch into ``count`` equal parts, each of which is one optimizer update."""
-    # Consecutive groups. Rank r has the groups r, r + world_size, ... of the step, so that the m-th
-    # parts of all ranks together are the same groups at every world size.
+    """Divide a batch into ``count`` minibatches of equal size. Each makes one optimizer update."""
+    # Each part has consecutive groups. Rank r has the groups r, r + world_size, ... of the step, so
+    # the m-th parts of all ranks together are the same groups at every world size.
     assert len(batch) % count == 0, f"{len(batch)} rows do not split into {count} minibatches"
     parts = torch.arange(len(batch)).chunk(count)
     return [batch.select(rows) for rows in parts]
 
 
 def skip_zero_advantage(batch: Batch, num_minibatches: int = 1) -> Batch:
-    """Return the batch with ``is_computed_B``, so that rows of advantage 0 are not computed.
+    """Return the batch with ``is_computed_B`` set, so that rows of advantage 0 are not computed.
 
-    They have no gradient if there is no KL term. They stay in the batch, and in the denominator of
-    the loss.
+    Without a KL term, these rows have no gradient. They stay in the batch, and the denominator of
+    the loss counts them.
     """
     is_computed_Mn = batch.advantages_B.ne(0).view(num_minibatches, -1)
     lengths_Mn = batch.lengths_B.view(num_minibatches, -1)
     for is_computed_n, lengths_n in zip(is_computed_Mn, lengths_Mn, strict=True):
-        # DDP needs a backward pass of every rank in every update: the shortest row is the cheapest.
+        # DDP needs a backward pass of every rank in every update. So at least one row is computed,
+        # the shortest, because it is the cheapest.
         if not is_computed_n.any():
             is_computed_n[lengths_n.argmin()] = True
     return replace(batch, is_computed_B=is_computed_Mn.flatten())
@@ -398,13 +407,14 @@ def microbatches(
 
     Args:
         batch: the rows of one optimizer update.
-        max_tokens: see :func:`microbatch_rows`.
-        packed: see :func:`microbatch_rows`.
-        num_passes: least number of micro-batches. Default: the number of parts.
+        max_tokens: token limit of a micro-batch, as in :func:`microbatch_rows`.
+        packed: way to count tokens, as in :func:`microbatch_rows`.
+        num_passes: least number of micro-batches. Missing micro-batches are made of a row without
+            effect, and come first. Default: no minimum.
     """
     parts = microbatch_rows(batch, max_tokens, packed=packed)
-    # Under FSDP a pass is a collective of all ranks. A rank with fewer parts takes part in the
-    # others' passes with a row that has no effect.
+    # Under FSDP a pass is a collective of all ranks. A rank with fewer parts joins the passes of
+    # other ranks with a row that has no effect.
     for _ in range(num_passes - len(parts)):
         yield row_without_gradient(batch), False
     for number, rows in enumerate(parts, 1):
@@ -417,16 +427,16 @@ def microbatches(
 
 
 def row_without_gradient(batch: Batch) -> Batch:
-    """Return the shortest row as a micro-batch that no loss and no metric counts."""
+    """Return the shortest row as a micro-batch that neither loss nor metrics count."""
     shortest = batch.lengths_B.argmin()
     row = batch.select(shortest[None])
     return replace(
         row,
         loss_mask_BT=torch.zeros_like(row.loss_mask_BT),
         advantages_B=torch.zeros_like(row.advantages_B),
-        # With `is_computed_B`, the advantage of 0 keeps it out of all metrics.
+        # With `is_computed_B`, the advantage of 0 keeps the row out of all metrics.
         is_computed_B=torch.ones_like(row.group_B, dtype=torch.bool),
-        # It has no place in the batch: its log-probs must not be stored as old ones.
+        # Without an index, log-probs of this row cannot be stored as old log-probs of the batch.
         row_B=row.row_B[:0],
     )
 
@@ -435,11 +445,12 @@ def microbatch_rows(batch: Batch, max_tokens: int, *, packed: bool = False) -> l
     """Return the row indices of each micro-batch.
 
     Args:
-        batch: the rows to divide; only those of ``is_computed_B`` are in a micro-batch.
-        max_tokens: most tokens that one forward pass computes. A longer row is a micro-batch of its
-            own.
-        packed: each prompt is computed once per group, and there is no padding. Otherwise a prompt
-            is computed once per row, and padding counts.
+        batch: the rows to divide. If ``is_computed_B`` is set, rows that are False there are left
+            out.
+        max_tokens: limit on the tokens that one forward pass computes. A longer row is alone in its
+            micro-batch.
+        packed: True if each prompt is computed once per group, without padding. Otherwise a prompt
+            is computed once per row, and padding tokens count.
     """
     prompts = batch.prompt_lengths_B.tolist()
     lengths = batch.lengths_B.tolist()
@@ -449,14 +460,14 @@ def microbatch_rows(batch: Batch, max_tokens: int, *, packed: bool = False) -> l
         rows = batch.is_computed_B.nonzero().flatten().tolist()
     if not packed:
         # Rows of similar length need little padding. Packed rows stay in order instead, so that
-        # those of a group get into the same micro-batch, which computes their prompt once.
+        # rows of a group get into the same micro-batch, which computes their prompt once.
         rows = sorted(rows, key=lengths.__getitem__)
 
     max_prompt_keys = MAX_PROMPT_KEYS_PER_TOKEN * max_tokens
     parts = []
     part = []
     num_tokens = 0  # tokens that a forward pass of the part computes
-    num_prompt_keys = 0  # prompt tokens that its rows attend to
+    num_prompt_keys = 0  # prompt tokens that the rows of the part attend to
     for b in rows:
         if not packed:
             # All rows are padded to the longest, which is b.
@@ -471,7 +482,7 @@ def microbatch_rows(batch: Batch, max_tokens: int, *, packed: bool = False) -> l
         if part and is_full:
             parts.append(torch.tensor(part))
             part = []
-            num_tokens = lengths[b]  # with its prompt, which the new part computes again
+            num_tokens = lengths[b]  # prompt included: the new part computes the prompt again
             num_prompt_keys = prompts[b]
         part.append(b)
     parts.append(torch.tensor(part))

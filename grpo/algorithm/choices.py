@@ -1,6 +1,6 @@
-"""The named choices of the algorithm, for the configuration, the loss and the advantages.
+"""Names of the algorithm's variants, for the configuration, the loss and the advantages.
 
-docs/algorithm.md has the formula of each.
+docs/algorithm.md has the formula of each variant.
 """
 
 # No import of torch: the configuration imports this file, and `--help` or a mistake in a key should
@@ -9,8 +9,8 @@ docs/algorithm.md has the formula of each.
 from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
-# Each choice is a type, so that pydantic refuses other names with the list of these, and `--help`
-# shows them.
+# Each set of names is a Literal type, so that pydantic refuses other names and lists the allowed
+# names, and `--help` shows them.
 Objective = Literal["clip", "cispo", "sapo", "dppo_tv", "reinforce"]
 Baseline = Literal["mean", "leave_one_out", "none"]
 Scale = Literal["group", "batch", "mean", "none"]
@@ -29,11 +29,11 @@ SamplerCorrection = Literal[
 
 
 def check_choice(name: str, value: str, choices: Any) -> None:
-    """Raise ValueError if the argument ``name`` has a value that is none of ``choices``.
+    """Raise ValueError if ``value``, the value of the argument ``name``, is not in ``choices``.
 
-    ``choices`` is one of the ``Literal`` types above.
+    ``choices`` is a ``Literal`` type of this module.
     """
-    # The functions of the math are also called without a configuration, where no pydantic checks.
+    # Loss and advantages may also be called without a configuration, so without pydantic's checks.
     allowed = get_args(choices)
     if value not in allowed:
         raise ValueError(f"{name}={value!r}: use one of {', '.join(allowed)}")
@@ -42,10 +42,10 @@ def check_choice(name: str, value: str, choices: Any) -> None:
 def check_returned(name: str, value: Any, shape: Sequence[int]) -> None:
     """Raise ValueError if a user's function returned anything but a tensor of this shape.
 
-    ``name`` is the function's in the message.
+    ``name`` is the name of the function in the error message.
     """
     returned = type(value).__name__
-    # Only tensors have "detach": this tells one without an import of torch.
+    # The attribute "detach" identifies a tensor without an import of torch.
     if hasattr(value, "detach"):
         returned = tuple(value.shape)
     if returned != tuple(shape):

@@ -1,4 +1,4 @@
-"""Random numbers with an address: each is a function of the run's seed, its purpose and its place.
+"""Random streams that are functions of the run's seed, a purpose, and integer coordinates.
 
 Nothing in a training step reads a global random state. A sampled token therefore does not depend on
 the number of ranks, on the other rows of its batch, or on whether the run was resumed.
@@ -21,7 +21,7 @@ def derive_seed(
     Args:
         seed: the seed of the run.
         purpose: a name for the use of the random numbers, such as ``"rollout"``.
-        coordinates: the place of their use, such as step, dataset row and sample.
+        coordinates: integers that identify the use, such as step, dataset row and sample.
 
     Returns:
         An integer in ``[0, 2**63)``.

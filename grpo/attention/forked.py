@@ -1,32 +1,34 @@
 """A KV cache in which all completions of a prompt share the prompt's keys and values.
 
-A decode step spends its time on reading keys and values. Here those of a prompt are in memory once,
-and the queries of all its completions are multiplied with them in one matrix product. Attention to
-the prompt and attention to the completion are computed apart and merged afterwards, as in Hydragen
-(Juravsky et al. 2024, arXiv:2402.05099). For one query ``q`` over keys ``k_s`` and values ``v_s``::
+A decode step spends its time on reading keys and values. Here the keys of a prompt are in memory
+once, and one matrix product multiplies them with the queries of all completions of the prompt.
+Attention to the prompt and attention to the completion are computed apart and merged afterwards, as
+in Hydragen (Juravsky et al. 2024, arXiv:2402.05099). The formulas for one query ``q`` over keys
+``k_s`` and values ``v_s`` are::
 
     score_s = scaling * (q . k_s) + mask_s
-    Z       = sum_s e^score_s                          log_z is its logarithm
+    Z       = sum_s e^score_s                          log_z is log Z
     out     = sum_s (e^score_s / Z) v_s
 
     out of both parts = (Z_prompt * out_prompt + Z_completion * out_completion)
                         / (Z_prompt + Z_completion)
 
-The keys and values of the completions' tokens are in buffers. The last tokens of all rows stand at
-the same index, so that the next tokens of all rows are written by one operation. A row that joined
-later starts at a later index, its ``start``. Here is a buffer of ``capacity`` 6 and ``length`` 4::
+A row is a completion that is being decoded. Keys and values of the rows' tokens are in buffers. The
+last tokens of all rows stand at the same index, so that the next tokens of all rows are written by
+one operation. A row that joined later starts at a later index, its ``start``. Here is a buffer of
+``capacity`` 6 and ``length`` 4::
 
     index    0   1   2   3   4   5
     row 0    a0  a1  a2  a3  -   -       start 0
     row 1    -   -   b0  b1  -   -       start 2
 
 U   prompts                               H   query heads
-P   tokens of the longest prompt          K   key heads, which are also those of the values
-R   rows: completions being decoded       g   query heads of each key head, H / K
-J   most rows of one prompt               j   queries of one key head and all rows, J * g
+P   tokens of the longest prompt          K   key heads, and as many value heads
+R   rows                                  g   query heads of each key head, H / K
+J   largest number of rows of a prompt    j   queries of one key head in J rows, J * g
 C   indices of the buffers in use         D   size of a head
 N   queries                               S   keys, of prompt and completion
-B   sequences, prompts or rows            b   sequences and key heads, B * K
+B   prompts or rows                       b   prompts or rows, times key heads: B * K
 """
 
 from __future__ import annotations
@@ -43,20 +45,21 @@ KeysAndValues = dict[int, tuple[Tensor, Tensor]]
 
 
 class ForkedCache:
-    """Keys and values of prompts, and of the tokens of the rows that continue them.
+    """Keys and values of prompts, and of rows, which are completions of these prompts.
 
     Order of calls: one forward pass over the prompts (:meth:`store_prompts` in every layer),
     :meth:`fork`, then for every token :meth:`begin_token` and, in every layer, :meth:`attend`.
     Between tokens rows may leave (:meth:`keep_rows`), join (:meth:`add_rows`), or be copied
     (:meth:`copy_rows`).
-    :meth:`begin_tokens` begins several tokens at once.
+    :meth:`begin_tokens` begins several tokens of each row at once.
     """
 
     completion_bias: Tensor | None
-    """Additive mask ``[R, 1, 1, C]`` of the indices before each row's start. None: all start at
-    0."""
+    """Additive mask ``[R, 1, 1, C]``, -inf at the indices before each row's start. None if all rows
+    start at index 0."""
     mask_R1NS: Tensor | None
-    """True where a token may attend, while several are computed at once; None: one token is."""
+    """Mask for several new tokens per row: True where a token may attend. None if each row has one
+    new token."""
 
     def __init__(
         self,
@@ -65,23 +68,23 @@ class ForkedCache:
         device: torch.device | str = "cpu",
     ):
         self.prompt_ids = list(prompts)
-        """Token ids of the prompts, by which :meth:`add_rows` finds those that both caches have."""
+        """Token ids of the prompts. :meth:`add_rows` finds prompts that two caches share by ids."""
         self.capacity = capacity
-        """Size of the buffers: at least the most tokens of a completion."""
+        """Number of indices of the buffers, at least the token limit of a completion."""
         self.length = 0
-        """Indices of the buffers in use, with that of the token that is being computed."""
+        """Number of buffer indices in use, including the index of the token being computed."""
         lengths = [len(prompt) for prompt in prompts]
         self.prompt_lengths_U = torch.tensor(lengths, device=device)
         self.prompt_kv: KeysAndValues = {}
-        """Of the prompts, ``[U, K, P, D]``, padded on the right."""
+        """Keys and values of the prompts, ``[U, K, P, D]``, padded on the right."""
         self.completion_kv: KeysAndValues = {}
-        """Buffers of the completions' tokens, ``[R, K, capacity, D]``.
+        """Buffers with keys and values of the completions' tokens, ``[R, K, capacity, D]``.
 
-        From index ``length`` on nothing has been written: filling the rest would take longer than
-        most of what happens when rows leave and join.
+        Memory from index ``length`` on is uninitialised, because filling it would slow down each
+        change of the rows.
         """
         self.dtype = torch.float32
-        """Dtype in which keys and values are stored and multiplied: no cast at every token."""
+        """Dtype in which keys and values are stored and multiplied, so that no step casts them."""
         self.use_cpu_kernel = torch.device(device).type == "cpu"
 
     def store_prompts(
@@ -99,9 +102,9 @@ class ForkedCache:
     def fork(self, prompt_R: Tensor) -> None:
         """Begin a completion of prompt ``prompt_R[r]`` in each row r."""
         self.prompt_R = prompt_R
-        """The prompt of each row."""
+        """Index of each row's prompt."""
         self.start_R = torch.zeros_like(prompt_R)
-        """Index of each row's first token in the buffers."""
+        """Buffer index of each row's first token."""
 
         def empty_buffer(prompts_UKPD: Tensor) -> Tensor:
             _, K, _, D = prompts_UKPD.shape
@@ -118,11 +121,13 @@ class ForkedCache:
 
     @property
     def is_full(self) -> bool:
-        """True if the next token has no place until :meth:`keep_rows` drops the oldest rows."""
+        """True if the buffers have no index left for another token. :meth:`keep_rows` frees indices
+        if no kept row starts at index 0."""
         return self.length == self.capacity
 
     def keep_rows(self, rows: Sequence[int] | Tensor) -> None:
-        """Drop all other rows, the prompts that no row continues, and the unused indices."""
+        """Keep only the given rows. Prompts without a kept row, and buffer indices before the first
+        start of a kept row, are dropped."""
         rows = torch.as_tensor(rows, device=self.start_R.device)
         # Indices before the first start are unused, and the tokens move to the left.
         start_R = self.start_R[rows]
@@ -150,14 +155,14 @@ class ForkedCache:
     def copy_rows(self, rows: Sequence[int]) -> ForkedCache:
         """Return a copy of the cache with these rows only."""
         part = copy.copy(self)
-        # keep_rows() replaces the values of these dictionaries, which are not to change here.
+        # keep_rows() replaces values of the copy's dictionaries. This cache must stay as it is.
         part.completion_kv = dict(self.completion_kv)
         part.prompt_kv = dict(self.prompt_kv)
         part.keep_rows(rows)
         return part
 
     def add_rows(self, other: ForkedCache) -> None:
-        """Append the rows of another cache. A prompt that both have is in memory once."""
+        """Append the rows of another cache. Equal prompts of both caches are stored once."""
         new = [u for u, ids in enumerate(other.prompt_ids) if ids not in self.prompt_ids]
         # A new list, since copies of the cache by copy_rows() may hold this one.
         self.prompt_ids = self.prompt_ids + [other.prompt_ids[u] for u in new]
@@ -188,8 +193,8 @@ class ForkedCache:
             R = len(buffer)
             num_rows = R + len(other_buffer)
             joined = buffer.new_empty(num_rows, *buffer.shape[1:])
-            # Values before a row's start are masked, so multiplied by 0. But new memory may hold
-            # NaN, and 0 * NaN is NaN.
+            # Values before a row's start are masked: they are multiplied by 0. But new memory may
+            # hold NaN, and 0 * NaN is NaN.
             joined[:R, :, :shift] = 0
             joined[R:, :, :other_shift] = 0
             joined[:R, :, shift:length] = buffer[:, :, : self.length]
@@ -202,13 +207,13 @@ class ForkedCache:
         self._update_layout()
 
     def begin_token(self) -> Tensor:
-        """Advance to the next token of every row: once per decode step, before the first layer.
+        """Advance every row by one token. This is called in each decode step, before the layers.
 
-        Returns the positions ``[R]`` of the tokens.
+        Returns the positions ``[R]`` of the new tokens.
         """
         self.length += 1
-        # The last token of every row may attend to all of the buffer up to itself, except for the
-        # indices before its row's start.
+        # The new token of every row may attend to the whole buffer up to itself, except for the
+        # indices before the start of the row.
         self.mask_R1NS = None
         self.completion_bias = None
         if self.starts_differ:
@@ -218,13 +223,12 @@ class ForkedCache:
         return self.offset_R + (self.length - 1)
 
     def begin_tokens(self, num_new_R: Tensor) -> Tensor:
-        """Advance by several tokens, ``num_new_R[r]`` of row r, which come padded on the left.
+        """Advance row r by ``num_new_R[r]`` tokens. The token ids must be padded on the left.
 
-        Returns the positions ``[R, N]`` of the tokens, where N is the largest of ``num_new_R``.
+        Returns the positions ``[R, N]`` of the new tokens, where N is the largest of ``num_new_R``.
         """
-        # All rows are to end at the same index again, so the earlier tokens of each row move:
-        # further to the right in a row with fewer new tokens. The new tokens of row r are those
-        # from index first_new_R[r] on.
+        # All rows must end at the same index again. So the earlier tokens of row r move by
+        # shift_R[r] indices, and its new tokens begin at index first_new_R[r].
         end_R = self.length - self.start_R + num_new_R
         end = int(end_R.max())
         first_new_R = end - num_new_R
@@ -236,8 +240,8 @@ class ForkedCache:
             for buffer in buffers:
                 used_RKCD = buffer[:, :, :end]
                 if self.length:
-                    # Before a row's start this copies finite numbers, and where new tokens are to
-                    # come, numbers that they overwrite.
+                    # Indices before a row's start, which are masked, get any finite numbers.
+                    # Indices of new tokens get numbers that are overwritten later.
                     source_RKCD = source_R1C1.expand_as(used_RKCD)
                     used_RKCD.copy_(buffer.gather(2, source_RKCD))
                 else:
@@ -252,14 +256,14 @@ class ForkedCache:
         index_N = index_C[-N:]
         index_N1 = index_N[:, None]
         self.is_new_R1N1 = index_N1 >= first_new_R[:, None, None, None]
-        """True at the new tokens, False at their padding."""
+        """True at new tokens, False at padding."""
         is_completion_R11C = index_C >= self.start_R[:, None, None, None]
         is_completion_R1NC = is_completion_R11C & (index_C <= index_N1)
         is_prompt_R11P = self.is_prompt_U11P[self.prompt_R]
         is_prompt_R1NP = is_prompt_R11P.expand(-1, 1, N, -1)
         self.mask_R1NS = torch.cat([is_prompt_R1NP, is_completion_R1NC], dim=-1)
         positions_RN = self.offset_R[:, None] + index_N
-        return positions_RN.clamp(min=0)  # those of padding may be negative
+        return positions_RN.clamp(min=0)  # positions of padding may be negative
 
     def attend(
         self,
@@ -269,16 +273,16 @@ class ForkedCache:
         v_RKND: Tensor,
         scaling: float | None,
     ) -> Tensor:
-        """Store the keys and values of new tokens, and attend from these tokens.
+        """Store the keys and values of new tokens, and return their attention ``[R, N, H, D]``.
 
-        Each attends to its prompt, and to its completion up to itself. Returns ``[R, N, H, D]``.
+        Each new token attends to its prompt, and to its completion up to itself.
         """
         q_RHND = q_RHND.to(self.dtype)
         k_RKND = k_RKND.to(self.dtype)
         v_RKND = v_RKND.to(self.dtype)
         if scaling is None:
             scaling = q_RHND.shape[-1] ** -0.5
-        # Autocast would cast to bf16 on a CPU, where keys and values are in fp32.
+        # On a CPU, keys and values are in fp32, which autocast would cast to bf16.
         with torch.autocast(q_RHND.device.type, enabled=False):
             if self.mask_R1NS is not None:
                 return self._attend_several(
@@ -297,15 +301,15 @@ class ForkedCache:
         q_RH1D: Tensor,
         scaling: float,
     ) -> Tensor:
-        """Attend from one token per row: to the prompt, to the completion, then both merged."""
+        """Return the attention of one token per row, merged from prompt and completion."""
         kernel = _cpu_attention if self.use_cpu_kernel else _plain_attention
         k_UKPD, v_UKPD = self.prompt_kv[layer]
         k_buffer, v_buffer = self.completion_kv[layer]
         R, H, _, D = q_RH1D.shape
         K = k_UKPD.shape[1]
 
-        # The g query heads of a key head become g queries of it. On the prompt's side, those of all
-        # its rows become j queries, so that each key is read once for all of them.
+        # The g query heads of a key head become g queries of that head. For attention to a prompt,
+        # the queries of the prompt's rows become j queries, so that each key is read once for all.
         q_RKgD = q_RH1D.reshape(R, K, H // K, D)
         q_UKjD = self._rows_to_prompts(q_RKgD)
         prompt_out_UKjD, prompt_log_z_UKj = kernel(
@@ -336,7 +340,7 @@ class ForkedCache:
         k_RK1D: Tensor,
         v_RK1D: Tensor,
     ) -> None:
-        """Write one token per row to the buffers."""
+        """Write the keys and values of one token per row to the buffers."""
         k_buffer, v_buffer = self.completion_kv[layer]
         last = self.length - 1
         k_buffer[:, :, last] = k_RK1D[:, :, 0]
@@ -350,10 +354,10 @@ class ForkedCache:
         v_RKND: Tensor,
         scaling: float,
     ) -> Tensor:
-        """Write several tokens per row to the buffers, and attend from them.
+        """Write several tokens per row to the buffers, and return the attention of these tokens.
 
-        It is rare, once per turn and not per token. So prompt and completion stand side by side in
-        one call of PyTorch's own attention.
+        This runs only once per turn, so simplicity counts more than speed. The keys and values of
+        prompt and completion are concatenated for one call of PyTorch's attention.
         """
         _, H, N, _ = q_RHND.shape
         keys_and_values = []
@@ -365,7 +369,7 @@ class ForkedCache:
         ):
             completion_RKCD = buffer[:, :, : self.length]
             last_RKND = completion_RKCD[:, :, -N:]
-            # A row with fewer new tokens has earlier ones among its last N. They stay.
+            # A row with fewer than N new tokens has earlier tokens among its last N, which stay.
             last_RKND.copy_(torch.where(self.is_new_R1N1, x_RKND, last_RKND))
             prompt_RKPD = prompts_UKPD[self.prompt_R]
             x_RKSD = torch.cat([prompt_RKPD, completion_RKCD], dim=2)
@@ -380,15 +384,16 @@ class ForkedCache:
         return out_RHND.transpose(1, 2)
 
     def _update_layout(self) -> None:
-        """Compute what changes with the rows alone, and not at every token.
+        """Compute positions, masks and the grid, which change with the rows, not at every token.
 
-        These are positions, masks, and a grid of U prompts times J rows each. Attention to the
-        prompts is computed in this grid, in which row r has cell ``cell_R[r]``. None: cell r.
+        The grid has U prompts times J rows per prompt. Attention to the prompts is computed in the
+        grid, with row r in cell ``cell_R[r]``. ``cell_R`` is None if row r is in cell r and no cell
+        is empty.
         """
         device = self.prompt_R.device
         U = len(self.prompt_ids)
-        # Each row's number among the rows of its prompt, which need not be neighbours: groups with
-        # equal prompts share a prompt here, and paused rows come back behind all others.
+        # number_R counts the rows of each prompt. These rows need not be neighbours: groups with
+        # equal prompts share a prompt here, and paused rows come back behind all other rows.
         is_same_RR = self.prompt_R[:, None] == self.prompt_R
         is_earlier_RR = is_same_RR.tril(-1)
         number_R = is_earlier_RR.sum(dim=1)
@@ -403,20 +408,20 @@ class ForkedCache:
         index_P = torch.arange(k_UKPD.shape[2], device=device)
         self.is_prompt_U11P = index_P < self.prompt_lengths_U[:, None, None, None]
         self.prompt_bias = None
-        """Additive mask ``[U, 1, 1, P]`` of the prompts' padding. None: no prompt is padded."""
+        """Additive mask ``[U, 1, 1, P]``, -inf at padding. None if no prompt is padded."""
         if not self.is_prompt_U11P.all():
             self.prompt_bias = additive_mask(~self.is_prompt_U11P, self.dtype)
 
-        # Reading a number from a GPU waits for it: here, and not at every token.
+        # Reading a number from a GPU waits for the GPU. So this is done here, not at every token.
         self.starts_differ = bool(self.start_R.any())
         self.offset_R = self.prompt_lengths_U[self.prompt_R] - self.start_R
-        """Position of the token at buffer index 0."""
+        """Number to add to a buffer index for the position of the row's token at that index."""
 
     def _rows_to_prompts(self, x_RKgD: Tensor) -> Tensor:
-        """``[R, K, g, D]`` to ``[U, K, j, D]``; zeros where a prompt has fewer than J rows."""
+        """Rearrange ``[R, K, g, D]`` to ``[U, K, j, D]``, with zeros in the empty cells."""
         U, J = self.grid
         if self.cell_R is not None:
-            # Queries of zeros in the empty cells: finite numbers, whose results nothing reads.
+            # Empty cells get queries of zeros, which are finite numbers. Their results are unused.
             cells = x_RKgD.new_zeros(U * J, *x_RKgD.shape[1:])
             x_RKgD = cells.index_copy_(0, self.cell_R, x_RKgD)
         x_UJKgD = x_RKgD.unflatten(0, (U, J))
@@ -424,7 +429,7 @@ class ForkedCache:
         return x_UKJgD.flatten(2, 3)
 
     def _prompts_to_rows(self, x_UKj: Tensor) -> Tensor:
-        """The inverse of :meth:`_rows_to_prompts`, with or without the last dimension."""
+        """Invert :meth:`_rows_to_prompts`; the last dimension D may be missing."""
         _, J = self.grid
         x_UKJg = x_UKj.unflatten(2, (J, -1))
         x_UJKg = x_UKJg.transpose(1, 2)
@@ -440,11 +445,11 @@ def _merge(
     completion_out_RKgD: Tensor,
     completion_log_z_RKg: Tensor,
 ) -> Tensor:
-    """Attention to prompt and completion together, ``[R, K, g, D]``.
+    """Merge attention to the prompt and attention to the completion, ``[R, K, g, D]``.
 
     ``out = w * out_prompt + (1 - w) * out_completion`` with the weight
-    ``w = Z_prompt / (Z_prompt + Z_completion) = sigmoid(log Z_prompt - log Z_completion)``,
-    which needs no exponential of a ``log_z`` and so cannot overflow.
+    ``w = Z_prompt / (Z_prompt + Z_completion) = sigmoid(log Z_prompt - log Z_completion)``.
+    The sigmoid needs no exponential of a ``log_z``, and so cannot overflow.
     """
     log_ratio_RKg = prompt_log_z_RKg - completion_log_z_RKg
     prompt_weight_RKg = torch.sigmoid(log_ratio_RKg)
@@ -464,11 +469,11 @@ def _cpu_attention(
     mask: Tensor | None,
     scaling: float,
 ) -> tuple[Tensor, Tensor]:
-    """``out`` ``[B, K, N, D]`` and ``log_z`` ``[B, K, N]`` of N queries over S keys, on the CPU.
+    """Return ``out [B, K, N, D]`` and ``log_z [B, K, N]`` of N queries over S keys, on the CPU.
 
     ``mask`` ``[B, 1, 1, S]`` is added to the scores.
     """
-    # The public function uses this kernel too, and does not return log_z.
+    # F.scaled_dot_product_attention uses this kernel, too, but does not return log_z.
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q_BKND,
         k_BKSD,
@@ -485,11 +490,12 @@ def _plain_attention(
     mask: Tensor | None,
     scaling: float,
 ) -> tuple[Tensor, Tensor]:
-    """``out`` and ``log_z`` as of :func:`_cpu_attention`, by matrix products, on CUDA."""
+    """Return ``out`` and ``log_z`` like :func:`_cpu_attention`, by matrix products, on CUDA."""
     q_bND = q_BKND.flatten(0, 1)
     k_bSD = k_BKSD.flatten(0, 1)
     k_bDS = k_bSD.transpose(1, 2)
-    # Scores are in fp32 for half precision, as in fused kernels: bf16 would round 64 by 0.25.
+    # For half precision, scores are in fp32, as in fused kernels: bf16 would round a score near 64
+    # by up to 0.25.
     if q_bND.dtype in (torch.bfloat16, torch.float16):
         scores_bNS = torch.bmm(
             q_bND,
@@ -529,7 +535,10 @@ def _replace(
     function: Callable[..., Tensor],
     *others: KeysAndValues,
 ) -> None:
-    """Replace keys and values by a function of them and of those of other caches."""
+    """Replace the keys and the values of each layer by the result of ``function``.
+
+    The arguments of ``function`` are the old tensor, then the same tensor of each other cache.
+    """
     # In place, so that only one layer is in memory twice.
     for layer in layers:
         keys_and_values = [layers[layer]]
@@ -539,7 +548,7 @@ def _replace(
 
 
 def repeat_heads(x_RKSD: Tensor, H: int) -> Tensor:
-    """Keys or values ``[R, H, S, D]``, each head repeated for its query heads."""
+    """Repeat each head of keys or values for its query heads, to ``[R, H, S, D]``."""
     K = x_RKSD.shape[1]
     if H == K:
         return x_RKSD
@@ -547,10 +556,11 @@ def repeat_heads(x_RKSD: Tensor, H: int) -> Tensor:
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
-    """The dtype in which attention multiplies ``x``: autocast's on a GPU; at least fp32 on CPU.
+    """Return the dtype in which attention multiplies ``x``: on a GPU autocast's dtype, on a CPU at
+    least fp32.
 
-    On CPU, decode steps in fp32 take 0.6 of the time of bf16, for which oneDNN also makes a kernel
-    for each shape.
+    On a CPU, decode steps in fp32 take 0.6 times as long as in bf16. In bf16, oneDNN would also
+    make a kernel for each shape.
     """
     device_type = x.device.type
     if device_type == "cpu":

@@ -1,4 +1,4 @@
-"""The layout of a micro-batch as one packed row: each prompt once, then its completions, unpadded.
+"""The layout of a micro-batch as one packed row: each prompt once, then all completions, unpadded.
 
 All completions of a group share the hidden states of their prompt, as in Prefix Grouper (Liu et al.
 2025, arXiv:2506.05433). For prompts ``A`` and ``B``, and completions ``a`` and ``d`` of ``A`` and
@@ -17,10 +17,10 @@ All completions of a group share the hidden states of their prompt, as in Prefix
     ...
 
 Completions are sorted by length, the longest first, and cut into *tiles* of similar length. The
-attention of a tile is one kernel call, for which its completions are padded to the longest of them.
+attention of a tile is one kernel call, for which completions are padded to the longest in the tile.
 
 B   rows of the micro-batch               U   prompts, one per group
-S   their padded length                   P   tokens of the longest prompt
+S   padded length of these rows           P   tokens of the longest prompt
 N   tokens of the packed row              R   rows of a tile: prompts, or completions
 M   scored tokens: all completion tokens  C   tokens of the longest row of the tile
 H   heads                                 n   tokens of the tile
@@ -40,17 +40,17 @@ from torch.nn.utils.rnn import pad_sequence
 
 @dataclass(frozen=True)
 class Tile:
-    """Consecutive tokens with one kernel call: all prompts, or completions of similar length."""
+    """Part of the packed row for one kernel call: all prompts, or completions of similar length."""
 
     width: int
-    """Tokens of the longest row, C."""
+    """Number of tokens of the longest row, C."""
     slots_n: Tensor | None
-    """Index of each token in the padded tensor ``[R * C]``. None: no row is padded."""
+    """Index of each token in the padded tensor ``[R * C]``. None if no row is padded."""
     prompt_R: Tensor
-    """Index of the prompt that each row is or continues."""
+    """Index of each row's prompt. In the tile of the prompts, each row is a prompt itself."""
 
     def pad(self, x_nHD: Tensor) -> Tensor:
-        """``[n, H, D]`` to ``[R, H, C, D]``, zeros at the padding."""
+        """Rearrange ``[n, H, D]`` to ``[R, H, C, D]``, with zeros at the padding."""
         R = len(self.prompt_R)
         if self.slots_n is not None:
             num_slots = R * self.width
@@ -60,7 +60,7 @@ class Tile:
         return x_RCHD.transpose(1, 2)
 
     def unpad(self, x_RHCD: Tensor) -> Tensor:
-        """``[R, H, C, D]`` to ``[n, H, D]``."""
+        """Rearrange ``[R, H, C, D]`` to ``[n, H, D]``, without the padding."""
         x_RCHD = x_RHCD.transpose(1, 2)
         x_nHD = x_RCHD.flatten(0, 1)
         if self.slots_n is not None:
@@ -72,29 +72,28 @@ class Tile:
 class PackedLayout:
     """The packed row: all prompts, then the completions, tile by tile.
 
-    The last token of a completion is not in the row: nothing comes after it that its logits could
-    score.
+    The last token of each completion is not in the row, because its logits would score no token.
     """
 
     ids_1N: Tensor
     positions_1N: Tensor
     predictor_M: Tensor
-    """Index in the row of the token before each scored token, whose logits score that token.
+    """Index in the packed row of each scored token's predecessor, whose logits score the token.
 
     Scored tokens are in the order of the batch."""
     tiles: list[Tile]
-    """The tile of the prompts, then those of the completions."""
+    """The tile of the prompts, then the tiles of completions."""
     sizes: list[int]
-    """Tokens of each tile, and of the padding at the end of the row."""
+    """Number of tokens of each tile, then of the padding at the end of the packed row."""
     prompt_lengths_U: Tensor
     masks: dict[tuple, Tensor] = field(default_factory=dict)
     """Attention masks, built by the first layer and used by all layers."""
 
     def visible_RCS(self, tile: Tile) -> Tensor:
-        """``[R, C, P + C]`` True where a completion's token may attend.
+        """Return ``[R, C, P + C]``: True where a token of a completion may attend to a key.
 
-        The keys are those of its prompt, padded to P tokens, and of its completion, padded to C.
-        Token c of row r attends to key s if ``s < length of the prompt``, or ``P <= s <= P + c``.
+        The first P keys are the padded prompt, the last C keys the padded completion. Token c of a
+        completion attends to key s if ``s < length of the prompt`` or ``P <= s <= P + c``.
         """
         P = self.tiles[0].width
         index_S = torch.arange(P + tile.width, device=tile.prompt_R.device)
@@ -111,17 +110,17 @@ def pack(
     lengths_B: Sequence[int],
     groups_B: Sequence[int],
 ) -> PackedLayout:
-    """Pack the rows of a micro-batch, on its device.
+    """Pack the rows of a micro-batch, on the device of the token ids.
 
     Args:
-        sequence_ids_BS: ``[B, S]`` prompt, then completion, then padding.
-        prompt_lengths_B: tokens of each prompt.
-        lengths_B: tokens of each completion.
-        groups_B: number of each row's group: rows of one group have the same prompt.
+        sequence_ids_BS: ``[B, S]`` token ids: prompt, then completion, then padding.
+        prompt_lengths_B: number of tokens of each prompt.
+        lengths_B: number of tokens of each completion.
+        groups_B: index of each row's group. Rows of one group have the same prompt.
     """
     device = sequence_ids_BS.device
     B, S = sequence_ids_BS.shape
-    # Prompt u is that of the u-th group, and is read from any row of it.
+    # Prompt u is the prompt of the u-th group, and is read from any row of the group.
     row_of_group = {group: b for b, group in enumerate(groups_B)}
     prompt_of_group = {group: u for u, group in enumerate(row_of_group)}
     prompt_lengths = [prompt_lengths_B[b] for b in row_of_group.values()]
@@ -149,8 +148,8 @@ def pack(
             start_B[b] = end
             end += length
 
-    # A token's logits score the token after it. So the last token of the prompt scores the first of
-    # the completion, and each but the last of the completion scores the next.
+    # A token's logits score the next token. So the last token of the prompt scores the first token
+    # of the completion, and each token of the completion but the last scores the next one.
     prompt_lengths_U = torch.tensor(prompt_lengths)
     end_U = prompt_lengths_U.cumsum(0)
     before = [end_U[:0]]  # a micro-batch may have no scored token, and cat() wants a tensor
@@ -160,7 +159,7 @@ def pack(
             before.append(end_of_prompt[None] - 1)
             before.append(start_B[b] + torch.arange(all_but_last[b]))
 
-    # The padding is a last piece of the row that belongs to no tile: no other token attends to it.
+    # The row ends with padding, which belongs to no tile: no other token attends to the padding.
     source_N = torch.cat(sources).to(device)
     N = len(source_N)
     num_padding = round_up_to_bucket(N) - N
@@ -182,12 +181,13 @@ def pack_prompts(
     prompts: Sequence[Sequence[int]],
     device: torch.device | str,
 ) -> PackedLayout:
-    """Pack prompts for the prefill; ``predictor_M`` is the last token of each."""
+    """Pack prompts for the prefill; ``predictor_M`` is the index of each prompt's last token."""
     U = len(prompts)
     lengths = [len(prompt) for prompt in prompts]
     rows = [torch.tensor(prompt) for prompt in prompts]
     ids_BS = pad_sequence(rows, batch_first=True).to(device)
-    # As if each had a completion of one token. It is the last of its completion, so not in the row.
+    # Each prompt is packed as if it had a completion of one token. That token would be the last of
+    # the completion, so it is not in the packed row.
     return pack(
         ids_BS,
         prompt_lengths_B=lengths,
@@ -197,9 +197,10 @@ def pack_prompts(
 
 
 def round_up_to_bucket(size: int) -> int:
-    """Return the size rounded up to one of 16 per power of two, at most 1/16 larger.
+    """Return the size rounded up by less than 1/16, so that few different sizes occur.
 
-    On the CPU, oneDNN keeps a kernel and its working memory for each shape.
+    Between a power of two and the next there are 16 possible results. On the CPU, oneDNN keeps a
+    kernel and the kernel's working memory for each shape.
     """
     num_bits = (size - 1).bit_length()
     # Sizes above 2**(num_bits - 1), up to 2**num_bits, are 17 to 32 steps.
@@ -209,9 +210,10 @@ def round_up_to_bucket(size: int) -> int:
 
 
 def _split_into_tiles(lengths: Sequence[int]) -> list[list[int]]:
-    """Return the rows that have tokens, longest first, in tiles.
+    """Return the rows of each tile, the longest first. Rows without tokens are in no tile.
 
-    The shortest row of a tile has at least 3/4 of the tokens of the longest, or at most 16 fewer.
+    The shortest row of a tile has at least 3/4 as many tokens as the longest row, or at most 16
+    tokens fewer.
     """
     tiles: list[list[int]] = []
     shortest = 0
@@ -222,7 +224,7 @@ def _split_into_tiles(lengths: Sequence[int]) -> list[list[int]]:
             break
         if not tiles or length < shortest:
             tiles.append([])
-            # Lower, and more tokens are padding; higher, and there are more kernel calls. Few
+            # A lower limit would mean more padding, a higher limit more kernel calls. Up to 16
             # tokens of padding cost less than a call.
             shortest = min(0.75 * length, length - 16)
         tiles[-1].append(b)
@@ -234,7 +236,7 @@ def _make_tile(
     prompts: Sequence[int],
     device: torch.device,
 ) -> Tile:
-    """Return a tile of rows with these lengths, which are or continue these prompts."""
+    """Return a tile whose row r has ``lengths[r]`` tokens and prompt number ``prompts[r]``."""
     C = max(lengths)
     slots_n = None
     if min(lengths) < C:

@@ -1,8 +1,8 @@
-"""Attention over a packed row (:mod:`grpo.attention.layout`), and the switch that makes a model use
-it.
+"""Attention over a packed row (:mod:`grpo.attention.layout`), and the switch of a model to this
+attention.
 
 Only attention mixes the tokens of a row; every other layer of a transformers model works on single
-tokens and needs no change. Attention is computed by tiles::
+tokens and needs no change. Attention is computed tile by tile::
 
     tile of the prompts    causal:  prompt u attends to itself
     tile of completions    S = P + C keys:  row r attends to its prompt, then causally to itself
@@ -11,10 +11,10 @@ With one dense mask for the whole row, most work would be on pairs of tokens tha
 other.
 
 N   tokens of the packed row              H   query heads
-U   prompts                               K   key heads, which are also those of the values
+U   prompts                               K   key heads, and as many value heads
 P   tokens of the longest prompt          g   query heads of each key head, H / K
 R   completions of a tile                 j   queries of a key head and a completion, g * C
-C   tokens of the longest of them         D   size of a head
+C   tokens of the tile's longest one      D   size of a head
 S   keys of a tile, P + C
 """
 
@@ -31,11 +31,12 @@ from grpo.attention.forked import ForkedCache, additive_mask, product_dtype, rep
 from grpo.attention.layout import PackedLayout, Tile
 
 ATTENTION = "sdpa_or_packed"
-"""Name of our attention function in transformers. It is SDPA, unless a forward pass brings a layout
-or a cache."""
+"""Name under which transformers finds our attention function. The function is SDPA, unless a
+forward pass gets a :class:`PackedLayout` or a :class:`ForkedCache`."""
 UNUSED_MASK = (1, 1, 1, 1)
-"""Shape of the mask that a forward pass with a layout or a cache brings. Nothing reads it:
-transformers passes on a mask of four dimensions, and without one builds a large one."""
+"""Shape of a dummy mask, which our forward passes give to transformers and which nothing reads.
+
+Without a mask transformers would build a large one. A mask of four dimensions stays as it is."""
 
 
 def packed_attention(
@@ -45,10 +46,10 @@ def packed_attention(
     packed: PackedLayout,
     scaling: float | None,
 ) -> Tensor:
-    """Attention over a packed row; ``[1, N, H, D]``.
+    """Return the attention ``[1, N, H, D]`` of all tokens of a packed row.
 
-    For token n, over the tokens s that it attends to (:mod:`grpo.attention.layout`),
-    ``out_n = sum_s w_s v_s`` with the weights ``w = softmax_s(scaling * (q_n . k_s))``.
+    Token n gets ``out_n = sum_s w_s v_s`` with the weights ``w = softmax_s(scaling * (q_n . k_s))``
+    over the tokens s that token n attends to (:mod:`grpo.attention.layout`).
     """
     H = q_1HND.shape[1]
     K = k_1KND.shape[1]
@@ -56,7 +57,7 @@ def packed_attention(
     dtype = product_dtype(v_1KND)
 
     def pad_tiles(x_1HND: Tensor) -> list[Tensor]:
-        """The tokens of each tile, ``[R, H, C, D]``."""
+        """Return the padded tokens of each tile, ``[R, H, C, D]``."""
         x_HND = x_1HND[0].to(dtype)
         x_NHD = x_HND.transpose(0, 1)
         *parts, _ = x_NHD.split(packed.sizes)
@@ -68,7 +69,8 @@ def packed_attention(
         v_UKPD, *v_tiles = pad_tiles(v_1KND)
         prompts, *completions = packed.tiles
 
-        # Prompts are padded on the right, where causal attention does not look: no mask is needed.
+        # Prompts are padded on the right, where causal attention does not look. So no mask is
+        # needed.
         out_UHPD = F.scaled_dot_product_attention(
             q_UHPD,
             repeat_heads(k_UKPD, H),
@@ -87,11 +89,11 @@ def packed_attention(
         ):
             R = len(tile.prompt_R)
             C = tile.width
-            # The keys of each completion's prompt, then those of the completion.
+            # The keys of each completion's prompt come first, then the keys of the completion.
             k_RKSD = torch.cat([k_UKPD[tile.prompt_R], k_RKCD], dim=2)
             v_RKSD = torch.cat([v_UKPD[tile.prompt_R], v_RKCD], dim=2)
-            # The g query heads of a key head become g times as many queries of it, so that keys and
-            # values are not repeated for each query head.
+            # The g query heads of a key head become g times as many queries of that key head. So
+            # keys and values are not repeated for each query head.
             q_RKjD = q_RHCD.reshape(R, K, g * C, -1)
             out_RKjD = F.scaled_dot_product_attention(
                 q_RKjD,
@@ -116,7 +118,7 @@ def _tile_mask(
     g: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """``[R, 1, j, S]`` for a tile: 0 where a token may attend, else -inf."""
+    """Return a tile's additive mask ``[R, 1, j, S]``: 0 where a token may attend, else -inf."""
     key = (id(tile), g, dtype)
     if key not in packed.masks:
         mask_RCS = additive_mask(~packed.visible_RCS(tile), dtype)
@@ -137,14 +139,14 @@ def _attention_forward(
     forked: ForkedCache | None = None,
     **options,
 ):
-    """Attention in the form in which transformers calls it, in every layer.
+    """The attention function that transformers calls in every layer.
 
-    With ``packed``: attention over a packed row. With ``packed`` and ``forked``: the same over
-    prompts, whose keys and values are stored in the cache. With ``forked`` alone: attention from
-    new tokens of its rows. With neither: SDPA.
+    ``packed`` alone gives attention over a packed row. ``packed`` and ``forked`` together give
+    attention over a packed row of prompts, whose keys and values are stored in the cache.
+    ``forked`` alone gives attention from new tokens of the cache's rows. Without both it is SDPA.
 
-    ValueError for attention that is more than a softmax over all earlier tokens. The check at the
-    start of a run (:func:`grpo.rollout.check_model`) takes it as the reason not to pack.
+    ValueError if the layer computes more than a softmax over all earlier tokens. At the start of a
+    run, :func:`grpo.rollout.check_model` catches this error and does not pack rows.
     """
     if packed is None and forked is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
@@ -159,7 +161,7 @@ def _attention_forward(
     if packed is None:
         return forked.attend(layer, query, key, value, scaling), None
     if forked is not None:
-        # A packed row of prompts alone: its first tile is all of it but the padding at its end.
+        # The packed row has prompts alone, so the first tile is the row without final padding.
         prompts = packed.tiles[0]
         size = packed.sizes[0]
         k_NKD = key[0].transpose(0, 1)
@@ -179,7 +181,7 @@ def packed_hidden(
 ) -> Tensor:
     """Last hidden states ``[N, hidden size]`` of a packed row.
 
-    With ``forked``, the row holds prompts, whose keys and values are stored in this cache.
+    With ``forked``, the row must hold prompts alone. Their keys and values are stored in the cache.
     """
     hidden_1NH = forked_hidden(
         backbone,
@@ -198,9 +200,10 @@ def forked_hidden(
     forked: ForkedCache | None,
     packed: PackedLayout | None = None,
 ) -> Tensor:
-    """Last hidden states ``[R, N, hidden size]`` of N more tokens of each row of ``forked``.
+    """Last hidden states ``[R, N, hidden size]`` of N new tokens of each row of ``forked``.
 
-    :meth:`ForkedCache.begin_token` or :meth:`ForkedCache.begin_tokens` has begun these tokens.
+    The caller must have called :meth:`ForkedCache.begin_token` or :meth:`ForkedCache.begin_tokens`
+    for these tokens. With ``packed``, the tokens are a packed row instead (:func:`packed_hidden`).
     """
     unused_mask = torch.ones(UNUSED_MASK, dtype=torch.bool, device=ids_RN.device)
     output = backbone(
@@ -215,10 +218,10 @@ def forked_hidden(
 
 
 def window_of(config: PreTrainedConfig) -> tuple[str, int] | None:
-    """Name and value of the configuration's entry that restricts attention to the nearest tokens.
+    """Return name and size of the window in a model's configuration, or None without a window.
 
-    None if there is none. Some models have their window in the mask alone, where a probe shorter
-    than the window cannot see it.
+    A window restricts attention to the nearest tokens. Some models apply their window in the mask
+    alone, so a test with fewer tokens than the window cannot notice the window.
     """
     for name, value in vars(config.get_text_config()).items():
         # Names as of Mistral, GPT-Neo and Llama 4. Some models have a switch beside the size, such
@@ -237,8 +240,8 @@ def packing_enabled(model: nn.Module) -> bool:
 def enable_packing(model: nn.Module) -> str | None:
     """Switch a model to packed and forked attention, if its configuration allows this.
 
-    Returns the reason why not; None: it is switched. The configuration does not say all:
-    :func:`grpo.rollout.check_model` compares what the model then computes.
+    Returns None if the model was switched, else the reason why not. A configuration does not show
+    everything, so :func:`grpo.rollout.check_model` then compares the model's log-probs.
     """
     implementation = model.config._attn_implementation
     if implementation != "sdpa":

@@ -10,9 +10,9 @@ import torch
 def ieee_fp32() -> Iterator[None]:
     """Inside the block, CUDA multiplies fp32 matrices in fp32. Settings are restored afterwards.
 
-    TF32 has 10 bits of mantissa: checks that compare two ways to compute a layer would fail. A
-    program or a container (``TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1``) may have switched it on for
-    products, and PyTorch switches it on for convolutions.
+    With TF32, which has 10 bits of mantissa, checks that compare two ways to compute a layer would
+    fail. A program or a container (``TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1``) may have switched TF32
+    on for products, and PyTorch switches TF32 on for convolutions.
     """
     # PyTorch's kernels read `fp32_precision`. The older `allow_tf32` cannot be read after it has
     # been set.

@@ -1,6 +1,6 @@
 """Rollout: an engine (:class:`Engine`) samples a group of completions for each problem.
 
-:class:`BuiltinEngine` is the engine in the training process; :mod:`grpo.vllm` asks vLLM servers.
+:class:`BuiltinEngine` samples in the training process. :mod:`grpo.vllm` samples from vLLM servers.
 """
 
 from grpo.rollout.check import check_model

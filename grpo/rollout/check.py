@@ -1,8 +1,8 @@
-"""The check at the start of a run: which ways of scoring and sampling give what the model's own
-forward pass gives.
+"""The check at the start of a run: which fast ways of scoring and sampling give the same log-probs
+as the model's forward pass.
 
 N   completion tokens of all rows         B, R  rows
-T   most tokens of a completion           S     tokens of a row
+T   tokens of the longest completion      S     tokens of a row
 V   vocabulary
 """
 
@@ -20,11 +20,11 @@ from grpo.rollout.llama_decoder import LLAMA_SHAPED, LlamaDecoder
 from grpo.rollout.prefill import prefill
 
 PROMPT_LENGTH = 7
-"""Tokens of the longest prompt, unless a window asks for more."""
+"""Number of tokens of the check's longer prompt, unless an attention window needs more tokens."""
 COMPLETION_LENGTH = 6
-"""Tokens of the longer completions."""
+"""Number of tokens of the check's longer completions."""
 FP32_BOUND = 1e-4
-"""Bound for :func:`is_close` of differences in fp32, where the order of sums differs."""
+"""Bound for :func:`is_close` in fp32. It allows for sums that are added up in another order."""
 
 
 def check_model(
@@ -37,35 +37,36 @@ def check_model(
     """Compare log-probs of a few short rows, computed in all ways, and switch on the fast ways that
     are right.
 
-    Before the check, scoring and sampling compute in the slow ways that are right for every model.
-    The check sets ``scorer.has_plain_head``, ``scorer.is_packed`` and ``policy.is_llama``, and
-    changes no global random number. All ranks call it together; if the model is sharded, inside of
-    the root's forward pass.
+    Before the check, scoring and sampling use slow ways, which are right for every model. The check
+    sets ``scorer.has_plain_head``, ``scorer.is_packed`` and ``policy.is_llama``, and keeps the
+    global random state. All ranks call this function together. If the model is sharded, they call
+    it inside the forward pass of the root module.
 
     Args:
-        disable_dropout: switch all randomness off, which packed rows and the written-out decode
-            step need, and check that training mode then computes what evaluation mode computed.
-        max_row_tokens: most tokens of a row in the run. If this exceeds a window of the model's
-            attention, a prompt of the check has the window's length.
+        disable_dropout: switch dropout and noise off, which packed rows and :class:`LlamaDecoder`
+            need, and check that training mode then computes the same as evaluation mode.
+        max_row_tokens: largest number of tokens of a row in the run. If a row may be longer than
+            the window of the model's attention, a prompt of the check has the window's length.
 
     Returns:
-        The reason why each prompt is scored once per completion. None: it is scored once per group.
+        None if each prompt is scored once per group, else the reason why each prompt is scored once
+        per completion.
 
     Raises:
-        ValueError: if the model stays random in training mode, or if decode steps with its cache
-            compute other logits than its forward pass.
+        ValueError: if the model is still random in training mode, or if decode steps with the
+            model's cache compute other logits than the model's forward pass.
     """
     window = window_of(policy.model.config)
     longest = PROMPT_LENGTH
-    # A cache that forgets what is outside of the window differs only in longer rows.
+    # A cache that drops tokens outside of the window is noticed only in rows beyond the window.
     if window and window[1] < max_row_tokens:
         longest = window[1]
     batch = _short_batch(policy, longest)
     why_padded = "model.disable_dropout is false, and attention over a packed row has no dropout"
     with policy.precise_inference_mode() as bound:
         scorer.detect_plain_head(batch.sequence_ids_BS[:, :PROMPT_LENGTH])
-        # Before dropout is switched off: a number that also counts in evaluation must not be set
-        # to 0 unnoticed.
+        # These are computed before dropout is switched off. So the comparison notices if a number
+        # that also counts in evaluation is set to 0.
         expected_N = _score(scorer, batch)
         if disable_dropout:
             turn_dropout_off(policy.model)
@@ -80,7 +81,7 @@ def check_model(
             policy.is_llama = _is_llama(policy, scorer, batch)
             return None
 
-        # The slow way to sample: _pack() has compared the fast one.
+        # Rollouts are going to sample in the slow way. _pack() would have checked the fast way.
         logprobs_N = _decode(policy, scorer, batch)
         if not is_close(logprobs_N, expected_N, bound):
             raise ValueError(
@@ -91,9 +92,9 @@ def check_model(
 
 
 def _short_batch(policy: Policy, longest: int) -> Batch:
-    """A prompt of ``longest`` tokens and one of a single token, each with completions of 2 and of 6
-    tokens."""
-    # Different tokens, as far as the vocabulary allows: equal ones would hide a wrong mask. Special
+    """Return a batch of a prompt of ``longest`` tokens and a prompt of one token, each with a
+    completion of 2 tokens and a completion of 6 tokens."""
+    # Tokens differ as far as the vocabulary allows: equal tokens would hide a wrong mask. Special
     # tokens, which often have the lowest ids, come last.
     vocabulary = len(policy.model.get_input_embeddings().weight)
     ids = tuple(n % vocabulary for n in range(3, longest + 11))
@@ -117,7 +118,7 @@ def _score(scorer: CompletionScorer, batch: Batch) -> Tensor:
         parts = [batch.select(slice(b, b + 1)) for b in range(len(batch))]
     scored = []
     for part in parts:
-        # Not the module's call: a sharded scorer's forward pass has begun.
+        # `forward` and not a call of the module: a sharded scorer is inside its call already.
         logprobs_BT, _ = scorer.forward(*part.scorer_inputs)
         scored.append(logprobs_BT[part.completion_mask_BT])
     return torch.cat(scored)
@@ -130,10 +131,10 @@ def _decode(
     llama_decoder: LlamaDecoder | None = None,
     shift: int = 0,
 ) -> Tensor:
-    """Log-probs ``[N]`` of all completions by decode steps, as in a rollout.
+    """Log-probs ``[N]`` of all completions, computed by decode steps as in a rollout.
 
-    The first row of each group leaves on the way. With ``shift``, no row leaves, and the
-    completions continue that many positions behind their prompts.
+    After two tokens the shorter completion of each prompt is dropped. With ``shift``, no completion
+    is dropped, and the positions of all completion tokens are ``shift`` higher than normal.
     """
     prompts = []
     for ids_S, length in zip(batch.sequence_ids_BS, batch.prompt_lengths_B, strict=True):
@@ -141,7 +142,7 @@ def _decode(
     offsets_T = torch.arange(COMPLETION_LENGTH, device=policy.device)
     labels_BT = batch.sequence_ids_BS.gather(1, batch.prompt_lengths_B[:, None] + offsets_T)
 
-    # As the scorer's log-probs are, also where PyTorch's default dtype is another.
+    # The scorer's log-probs are in fp32, too, even if PyTorch's default dtype is another.
     logprobs_BT = torch.zeros_like(labels_BT, dtype=torch.float32)
     rows = torch.arange(len(prompts), device=policy.device)
     decoder, logits_RV = prefill(policy, llama_decoder, prompts, COMPLETION_LENGTH)
@@ -151,7 +152,8 @@ def _decode(
         labels_R = labels_BT[rows, t]
         logprobs_R = logprobs_from_logits(logits_RV, labels_R, scorer.temperature)
         logprobs_BT[rows, t] = logprobs_R.float()
-        # The short completions end here. Keeping rows computes the positions anew, without shift.
+        # The short completions end here. With shift they stay, because keep_rows() would compute
+        # the positions anew, without the shift.
         if t == 1 and not shift:
             rows = rows[1::2]
             decoder.keep_rows(rows)
@@ -167,7 +169,7 @@ def _pack(
 ) -> str | None:
     """Switch model and scorer to packed rows and forked caches, if both compute ``expected_N``.
 
-    Otherwise return the reason, and change nothing.
+    Returns None if they were switched. Otherwise returns the reason, and restores the settings.
     """
     if not scorer.has_plain_head:
         return "its head does more than a product with the last hidden state"
@@ -183,18 +185,18 @@ def _pack(
                 return None
     except Exception as error:  # the model's code is not ours, and may not accept these arguments
         reason = str(error) or reason
-    # As it was, also after an exception in the middle of a forward pass.
+    # The settings are restored also after an exception in the middle of a forward pass.
     scorer.is_packed = False
     policy.model.set_attn_implementation("sdpa")
     return reason
 
 
 def _is_llama(policy: Policy, scorer: CompletionScorer, batch: Batch) -> bool:
-    """True if decode steps of :class:`LlamaDecoder` give the log-probs of the model's own
+    """True if decode steps of :class:`LlamaDecoder` give the same log-probs as the model's
     modules."""
     if type(policy.backbone).__name__ not in LLAMA_SHAPED:
         return False
-    # At the end of the context: some models scale queries by position, from some position on.
+    # Compared at the end of the context, because some models scale queries beyond some position.
     context_length = policy.context_length or 2**20
     shift = context_length - PROMPT_LENGTH - COMPLETION_LENGTH
     expected_N = _decode(policy, scorer, batch, shift=shift)

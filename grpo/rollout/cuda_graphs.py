@@ -2,13 +2,13 @@
 
 Launching the hundreds of small kernels of a decode step takes longer than running them.
 
-A captured step reads and writes the tensors that it was captured with, so no shape may change: it
-attends to a fixed number of completion tokens, its *width*, of which those not drawn yet are
-masked. When rows leave or join, or have as many tokens as the width, the next step is captured
-anew.
+A captured step reads and writes the tensors that it was captured with, so no shape may change. The
+step attends to a fixed number of completion tokens, its *width*. Tokens that have not been drawn
+yet are masked. When rows leave or join, or have as many tokens as the width, the next step is
+captured anew.
 
-An H100 has run an earlier form of this (``benchmarks/results/h100.md``). Tests capture and replay
-the steps on an emulated CUDA device (``tests/cuda/``), and run them on the CPU without graphs.
+An H100 has run an earlier form of this code (``benchmarks/results/h100.md``). Tests replay captured
+steps on an emulated CUDA device (``tests/cuda/``), and run the steps on the CPU without graphs.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from grpo.rollout.llama_decoder import LlamaDecoder
 from grpo.system import first_line
 
 COMPLETION_BUCKET = 256
-"""A step's width is a multiple of this: larger, and more masked tokens are read; smaller, and steps
-are captured more often."""
+"""Number whose multiples are the widths of steps. With a larger number, steps read more masked
+tokens. With a smaller number, steps are captured more often."""
 
 
 @dataclass
@@ -37,9 +37,9 @@ class CUDAGraphs:
     warn: Callable[[str], None]
     """Called with a line of text if a step cannot be captured."""
     are_on: bool = True
-    """False after a step could not be captured: no other is tried."""
+    """False after a step could not be captured. No other capture is tried then."""
     last: torch.cuda.CUDAGraph | None = None
-    """The last graph, which holds the memory pool for the next one."""
+    """The latest graph. The next graph uses its memory pool."""
 
 
 class CapturedSteps:
@@ -49,10 +49,10 @@ class CapturedSteps:
         self.decoder = decoder
         self.graphs = graphs
         self.cache = None
-        """The KV cache as the captured step sees it."""
+        """View of the KV cache that the captured step uses. None before the first capture."""
 
     def __call__(self, token_R: Tensor, cache: ForkedCache) -> Tensor:
-        """As :meth:`LlamaDecoder.__call__`. The next call may overwrite the result."""
+        """Compute as :class:`LlamaDecoder` does. The next call may overwrite the result."""
         if not self.graphs.are_on:
             return self.decoder(token_R, cache)
 
@@ -62,7 +62,7 @@ class CapturedSteps:
         fixed = self.cache
         # Every change of the rows makes a new ``start_R``.
         if fixed and fixed.start_R is cache.start_R and fixed.length == width:
-            # The graph reads its inputs where they were when it was captured.
+            # The graph reads its inputs from the tensors that it was captured with.
             self.token_R.copy_(token_R)
             fixed.last_1.fill_(cache.length)
             self.replay()
@@ -74,9 +74,9 @@ class CapturedSteps:
         return self.hidden_RH
 
     def _capture(self) -> None:
-        """Compute a step without a graph, and capture it for the tokens that follow.
+        """Compute a step without a graph, and capture the step for the tokens that follow.
 
-        The captured step is replayed once and compared, before any token is drawn from it.
+        The graph is replayed once and the result compared, before any token is drawn from a replay.
         """
         self._step()
         expected_RH = self.hidden_RH
@@ -86,25 +86,27 @@ class CapturedSteps:
             self.replay()
             if not is_close(self.hidden_RH, expected_RH, 0.1):
                 raise RuntimeError("a replayed step gives other results")
-        except Exception as error:  # of the driver, or out of memory
-            # The error of the step says more than that of the end of its capture.
+        except Exception as error:  # an error of the driver, or out of memory
+            # An error inside the step says more than the error that it causes at the end of the
+            # capture.
             reason = first_line(error.__context__ or error)
-        # After the handler, whose traceback holds the memory of the graph that failed.
+        # After the except block, since the error's traceback holds the memory of the failed graph.
         if reason is not None:
             self.graphs.are_on = False
             self.graphs.warn(f"note: decode steps are not captured in CUDA graphs ({reason})")
-            self._step()  # a wrong replay has stored other keys and values
+            self._step()  # again, because a wrong replay has stored wrong keys and values
 
     def _step(self) -> None:
         self.hidden_RH = self.decoder(self.token_R, self.cache)
 
     def _replay_of_step(self) -> Callable[[], None]:
-        """A function that replays a graph of the step; on a CPU the step itself."""
+        """Return a function that replays a graph of the step. On a CPU it is the step itself."""
         if not self.token_R.is_cuda:
             return self._step
         graph = torch.cuda.CUDAGraph()
         last = self.graphs.last
-        # NCCL's threads may call CUDA meanwhile. (The thread that saves does not.)
+        # NCCL's threads may call CUDA during the capture. (The thread that saves checkpoints does
+        # not.)
         capture = torch.cuda.graph(
             graph,
             pool=None if last is None else last.pool(),
@@ -120,24 +122,24 @@ class CapturedSteps:
 class FixedWidthCache(ForkedCache):
     """A view of a KV cache for captured steps, which attend to ``width`` completion tokens.
 
-    The index of the token that is being computed is on the device, and later ones are masked.
+    The tensor ``last_1`` holds the index of the token being computed. Later indices are masked.
     """
 
     def __init__(self, cache: ForkedCache, width: int):
         vars(self).update(vars(cache))
-        self.llama_decoder = None  # which has this cache: no reference to itself
+        self.llama_decoder = None  # no reference cycle: the decoder refers to this cache
         self.use_cpu_kernel = False  # tests on a CPU run the operations that a GPU captures
         self.last_1 = self.start_R.new_tensor([cache.length])
         self.index_C = torch.arange(width, device=self.start_R.device)
         self.length = width
-        # Values at later indices are masked, so multiplied by 0. But unwritten memory may hold NaN,
-        # and 0 * NaN is NaN.
+        # Values at later indices are masked: they are multiplied by 0. But unwritten memory may
+        # hold NaN, and 0 * NaN is NaN.
         for buffers in self.completion_kv.values():
             for buffer in buffers:
                 buffer[:, :, cache.length : width] = 0
 
     def begin_token(self) -> Tensor:
-        """As in a :class:`ForkedCache`, but advances nothing: the caller sets ``last_1``."""
+        """Return the tokens' positions ``[R]`` without advancing: the caller sets ``last_1``."""
         self.mask_R1NS = None
         is_before_R11C = self.index_C < self.start_R[:, None, None, None]
         is_later_C = self.index_C > self.last_1
@@ -150,7 +152,7 @@ class FixedWidthCache(ForkedCache):
         k_RK1D: Tensor,
         v_RK1D: Tensor,
     ) -> None:
-        # A slice would be captured with the index of the first token.
+        # A graph would keep the index of a slice from its capture. A tensor's value may change.
         k_buffer, v_buffer = self.completion_kv[layer]
         k_buffer.index_copy_(2, self.last_1, k_RK1D)
         v_buffer.index_copy_(2, self.last_1, v_RK1D)

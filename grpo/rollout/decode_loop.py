@@ -9,10 +9,10 @@ these phases::
 
     come back    once at least half of the rows in flight are paused, the loop waits for all their
                  answers, and the paused rows join the batch with the tokens of the answers
-    start        waiting rows join the batch, as many as fit into memory beside those in flight
+    start        as many waiting rows join the batch as fit into memory beside the rows in flight
     draw         one token for each row of the batch, from the row's logits and a random number
     end          active rows end or pause, and so become inactive
-    take out     the batch drops its inactive rows: not in each pass, but many at once
+    take out     the batch drops its inactive rows, not in each pass but many rows at once
     step         the model runs on the drawn tokens, which gives the logits of the next tokens
 
 In models whose KV cache rows cannot join, paused and waiting rows join only once no row is active.
@@ -21,7 +21,7 @@ With the same settings, the tokens alone decide which rows share a batch, and no
 tool takes: the loop waits for all answers before any row comes back. So rounding, which changes
 with the batch, is the same in every run.
 
-R   rows, over all of the rollout         T   limit of the tokens of a completion, with answers
+R   all rows of the rollout               T   token limit of a completion, answers included
 B   rows of the batch                     V   vocabulary
 b   place of a row in the batch
 """
@@ -65,9 +65,9 @@ class Row:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     is_drawn: list[bool] = field(default_factory=list)
-    """False at the tokens of an answer, whose log-prob is 0."""
+    """True at drawn tokens, False at tokens of an answer, for which ``logprobs`` has 0."""
     turn_start: int = 0
-    """Index of the first token of the turn."""
+    """Index in ``tokens`` of the first token of the current turn."""
     finished: bool = False
     """True if the last turn ended at an EOS token or stop string, False if it reached T tokens.
     Valid once the row has ended."""
@@ -100,8 +100,8 @@ class Row:
 class _Batch:
     """The rows that are decoded together.
 
-    A row that ends or pauses becomes inactive. It keeps its place, and is computed with the others,
-    until :meth:`keep_active`.
+    A row that ends or pauses becomes inactive. An inactive row keeps its place, and the model runs
+    on it, until :meth:`keep_active` drops the row.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class _Batch:
     ):
         self.rows = rows
         self.decoder = decoder
-        """None only in a batch without rows."""
+        """Decoder with the KV cache of the rows. None only in a batch without rows."""
         self.logits_BV = logits_BV
         """Logits of the next token of each row. None only in a batch without rows."""
         self.next_index = [len(row.tokens) for row in rows]
@@ -122,9 +122,9 @@ class _Batch:
         """Places of the rows that have neither ended nor paused."""
 
     def joined(self, new: _Batch) -> _Batch:
-        """Return a batch with the active rows of this one and the rows of a new one.
+        """Return a batch with the active rows of this batch and the rows of a new batch.
 
-        Only the result may be used afterwards.
+        Afterwards only the returned batch may be used.
         """
         if not new.rows:
             return self
@@ -140,7 +140,7 @@ class _Batch:
         uniforms_RT: Tensor | None,
         sampling: SamplingParams,
     ) -> Tensor:
-        """Draw a token for every row, and append those of active rows. Returns all, ``[B]``."""
+        """Draw tokens ``[B]``, one per row, and append each to its row if the row is active."""
         u_B = None
         if uniforms_RT is not None:
             # The random number of a token is fixed by its row and its index. So it depends neither
@@ -183,7 +183,7 @@ class _Batch:
         return ended_turn
 
     def keep_active(self) -> list[int]:
-        """Drop the inactive rows. Returns the places that the active ones had.
+        """Drop the inactive rows. Returns the former places of the active rows.
 
         ``logits_BV`` stays as it is, with a row for each of the old places: the caller indexes it
         with the places, or replaces it.
@@ -197,7 +197,7 @@ class _Batch:
 
 
 def _prefilled(rows: list[Row], prefill: Prefill, capacity: int) -> _Batch:
-    """Run the model on all tokens that these rows have, and return a batch of the rows."""
+    """Run the model on all tokens of the rows, prompts included, and return a batch of the rows."""
     prefixes = [(*row.prompt, *row.tokens) for row in rows]
     decoder, logits_BV = prefill(prefixes, capacity)
     return _Batch(rows, decoder, logits_BV)
@@ -220,9 +220,9 @@ class _PausedRows:
         replies: Replies,
         rows_can_join: bool,
     ) -> None:
-        """Take over the rows at these places in the batch, and ask for their answers."""
+        """Take over the rows at these places in the batch, and request answers to their turns."""
         if rows_can_join:
-            # A copy of their keys and values, since the batch is going to drop its own.
+            # Keys and values are copied, since the batch is going to drop these rows.
             part = batch.decoder.copy_rows(places)
             if self.decoder is None:
                 self.decoder = part
@@ -235,7 +235,7 @@ class _PausedRows:
             self.rows.append(row)
 
     def come_back(self, prefill: Prefill, capacity: int) -> _Batch:
-        """Wait for all answers, and append them. Returns a batch of the rows that go on."""
+        """Wait for all answers, and append each to its row. Return a batch of rows that go on."""
         places = []
         rows = []
         new_tokens = []
@@ -264,7 +264,7 @@ def num_admissible(
     sampling: SamplingParams,
     capacity: int,
 ) -> int:
-    """The number of waiting rows that may start beside those in flight.
+    """Return the number of waiting rows that may start beside the rows in flight.
 
     A row takes ``longest prompt + capacity`` tokens of KV cache, and all rows together take at most
     ``tokens_in_flight``. Groups are neighbouring rows with equal prompts. Only whole groups start,
@@ -304,9 +304,9 @@ def decode(
     """Decode every row to its end, as many at once as ``tokens_in_flight`` allows.
 
     Args:
-        policy: says which tokens end a turn, and if rows can join. ``prefill`` runs the model.
-        prefill: runs the model on prompts, and returns the decoder that continues them.
-        prompts: the prompt of each row, those of one group beside each other.
+        policy: determines which tokens end a turn, and whether rows can join a batch.
+        prefill: runs the model on prompts, and returns the decoder that continues the prompts.
+        prompts: the prompt of each row. Rows of one group are neighbours.
         uniforms_RT: ``[R, T]`` random numbers in [0, 1), one per token, on the policy's device.
             None exactly if ``sampling`` is greedy.
         sampling: ``max_completion_length`` is T.

@@ -8,8 +8,8 @@ With logits ``x_v``, temperature ``tau`` and one uniform number ``u`` in [0, 1) 
     token    = min {v : F_v > u}                   which is v with probability p_v
 
 This is inverse transform sampling (Devroye 1986, Non-Uniform Random Variate Generation, ch. II.2).
-A token is a function of its logits and of one number that is drawn ahead, and not of a generator's
-state, which would depend on what else is drawn.
+A token is a function of its logits and of one number that is drawn ahead. It does not depend on the
+state of a generator, which other draws would change.
 
 R   rows
 V   vocabulary
@@ -30,19 +30,20 @@ class SamplingParams:
     num_generations: int
     """Completions per problem."""
     max_completion_length: int
-    """In tokens."""
+    """Limit on the tokens of a completion."""
     temperature: float = 1.0
-    """0: greedy decoding."""
+    """Divisor of the logits. 0 is greedy decoding."""
     top_p: float = 1.0
-    """1: no such filter."""
+    """Least sum of the probabilities that the top-p filter keeps. 1 disables the filter."""
     top_k: int = 0
-    """0: no such filter."""
+    """Number of tokens that the top-k filter keeps. 0 disables the filter."""
     min_p: float = 0.0
-    """0: no such filter."""
+    """Lowest probability, relative to the highest, that the min-p filter keeps. 0 disables the
+    filter."""
     stop: tuple[str, ...] = ()
-    """Strings that end a completion, and stay in it; see :class:`grpo.rollout.Stops`."""
+    """Strings that end a completion (:class:`grpo.rollout.Stops`)."""
     tokens_in_flight: int | None = None
-    """Most tokens (of prompts and completions) in the KV cache at once. None: no limit."""
+    """Limit on the tokens of prompts and completions in the KV cache at once. Default: no limit."""
 
     @property
     def is_greedy(self) -> bool:
@@ -57,7 +58,7 @@ def draw_tokens(
 ) -> tuple[Tensor, Tensor]:
     """Draw one token per row: the first whose cumulative probability exceeds ``u_R``.
 
-    ``u_R`` is in [0, 1). None: the token with the highest logit.
+    Numbers in ``u_R`` are in [0, 1). If ``u_R`` is None, the token with the highest logit is taken.
 
     Returns tokens ``[R]`` and their log-probabilities ``[R]`` in nats, at the temperature and
     before the filters, as the loss scores them. Log-probabilities are 0 in greedy decoding, and
@@ -89,10 +90,10 @@ def first_exceeding(
     weights_RV: Tensor,
     u_R: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """The first index whose cumulative weight exceeds ``u_R`` times the total, and the total.
+    """Return the first index whose cumulative weight exceeds ``u_R * total``, and the total.
 
-    Both ``[R]``. ``F_v > u`` is compared as ``sum_{w <= v} weight_w > u * total``, without a
-    division by the total. A token of weight 0 is never the first.
+    Both results are ``[R]``. ``F_v > u`` is compared as ``sum_{w <= v} weight_w > u * total``,
+    without a division by the total. The index of a weight of 0 is never returned.
     """
     # In fp32, rounding a sum of 150,000 weights would shift probabilities. The CPU adds up in fp64
     # by itself.
@@ -121,20 +122,20 @@ def filter_probs(
 
     ==========  ========================================  ================================
     top-k       the k largest probabilities stay          Fan et al. 2018, arXiv:1805.04833
-    top-p       the fewest of sum >= top_p stay           Holtzman et al. 2020, arXiv:1904.09751
-    min-p       those of at least min_p * largest stay    Nguyen et al. 2024, arXiv:2407.01082
+    top-p       the largest up to a sum >= top_p stay     Holtzman et al. 2020, arXiv:1904.09751
+    min-p       all p >= min_p * largest p stay           Nguyen et al. 2024, arXiv:2407.01082
     ==========  ========================================  ================================
 
-    Each filter is a threshold, so that tokens of equal probability stay or go together. The others
-    are not renormalised, and the probabilities may be multiplied by any number that leaves them at
-    most 1. Without a filter the argument is returned.
+    Each filter is a threshold, so tokens of equal probability stay or go together. The result is
+    not renormalised. ``probs_RV`` may also be probabilities times a positive number, if none
+    exceeds 1. If all filters are disabled, ``probs_RV`` itself is returned.
     """
     if 0 < sampling.top_k < probs_RV.shape[1]:
         threshold_R1 = probs_RV.topk(sampling.top_k).values[:, -1:]
         probs_RV = torch.where(probs_RV >= threshold_R1, probs_RV, 0.0)
     if sampling.top_p < 1.0:
         sorted_RV = probs_RV.sort(dim=-1, descending=True).values
-        # A token stays if those before it do not reach top_p without it.
+        # A token stays if the tokens before it do not reach top_p.
         before_RV = deterministic_cumsum(sorted_RV) - sorted_RV
         total_R1 = sorted_RV.sum(dim=-1, keepdim=True)
         is_kept_RV = before_RV < sampling.top_p * total_R1
@@ -151,9 +152,9 @@ def filter_probs(
 def deterministic_cumsum(x_RV: Tensor) -> Tensor:
     """``cumsum`` along rows that also runs on CUDA with ``runtime.deterministic``.
 
-    PyTorch then refuses every ``cumsum`` on CUDA. But only the kernel for a single row (CUB's scan)
-    can give different bits; the kernel for a matrix has a fixed order (``ScanUtils.cuh``). A single
-    row is therefore computed as a matrix of two.
+    With that setting PyTorch refuses every ``cumsum`` on CUDA. But only the kernel for a single row
+    (CUB's scan) can give different bits. The kernel for a matrix has a fixed order
+    (``ScanUtils.cuh``), so a single row is computed as a matrix of two rows.
     """
     mode = torch.get_deterministic_debug_mode()
     if not (x_RV.is_cuda and mode):

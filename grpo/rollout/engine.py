@@ -4,7 +4,7 @@ Each prompt is prefilled once, and its KV cache is forked for its G completions.
 that draw a completion's tokens follow from the completion's seed, so that the completion depends
 neither on the other rows nor on the number of ranks.
 
-Shapes: ``R`` rows (completions) that are decoded together, ``T`` most tokens of a completion, ``V``
+Shapes: ``R`` rows (completions) that are decoded together, ``T`` token limit of a completion, ``V``
 vocabulary.
 """
 
@@ -46,13 +46,14 @@ class BuiltinEngine:
     ):
         """
         Args:
-            policy: its bare model is used, never a DDP wrapper; the weights of each rollout are
-                those at its start.
-            fast_decode: copy the weights once a rollout into the form that decode steps read
-                fastest, and use the written-out decode step (:mod:`grpo.rollout.llama_decoder`) if
-                ``policy.is_llama``. False: transformers' modules compute everything.
-            cuda_graphs: capture written-out decode steps in CUDA graphs, on a GPU.
-            gathered: fills the policy's model, which has no weights between rollouts, under FSDP.
+            policy: the policy to sample from, with its bare model and not a DDP wrapper. Each
+                rollout uses the weights at the start of the rollout.
+            fast_decode: copy the weights once per rollout into the form that decode steps read
+                fastest, and use :class:`LlamaDecoder` if ``policy.is_llama``. If False, the modules
+                of transformers compute everything.
+            cuda_graphs: capture steps of :class:`LlamaDecoder` in CUDA graphs, on a GPU.
+            gathered: gathers the weights for each rollout, under FSDP. ``policy.model`` has no
+                weights between rollouts then. Default: the model is not sharded.
             warn: called with a line of text if decode steps cannot be captured.
         """
         self.policy = policy
@@ -63,7 +64,7 @@ class BuiltinEngine:
         if cuda_graphs and policy.device.type == "cuda":
             self.graphs = CUDAGraphs(warn)
         self._prefill = None
-        """The prefill of the rollouts inside of :meth:`weights`."""
+        """Prefill function of the current block of :meth:`weights`. None outside of a block."""
 
     def generate(
         self,
@@ -78,8 +79,8 @@ class BuiltinEngine:
 
         ValueError if the model computes NaN.
         """
-        # Each row has a generator and draws all its numbers ahead, also those behind its end: so no
-        # row changes the numbers of another.
+        # Each row has a generator and draws T numbers ahead, even if the row ends earlier. So no
+        # row changes the numbers of another row.
         prompts = []
         uniforms = []
         for problem in problems:
@@ -112,10 +113,10 @@ class BuiltinEngine:
         return grouped(problems, completions, Stops(self.policy, sampling.stop))
 
     def dry_run(self, prompts: Prompts, sampling: SamplingParams) -> None:
-        """Allocate the most memory that decoding takes.
+        """Allocate the peak memory of decoding one completion per prompt.
 
-        That is a prefill, a decode step, and a copy of the KV cache. The cache has room for all
-        tokens from the start, unless it is transformers' cache.
+        A prefill, a decode step and a copy of the KV cache take this memory. The cache has room for
+        all tokens from the start, except for transformers' cache, which grows.
         """
         # Any token and any random number will do: only the sizes count.
         zeros_R = torch.zeros(len(prompts), device=self.policy.device)
@@ -130,10 +131,10 @@ class BuiltinEngine:
 
     @contextmanager
     def weights(self) -> Iterator[None]:
-        """Inside the block the model computes from copies of its weights, made at its start.
+        """Inside the block, :meth:`generate` samples from the weights at the start of the block.
 
-        :meth:`generate` enters such a block itself, unless it is called inside of one. Under FSDP
-        the weights are gathered, so all ranks enter the block together.
+        With ``fast_decode``, entering the block copies the weights. Under FSDP the weights are
+        gathered, so all ranks enter together. :meth:`generate` enters a block if it is outside.
         """
         # An outer block has made the copies.
         if self._prefill:
@@ -148,7 +149,7 @@ class BuiltinEngine:
             copied = copied_weights(policy.model, policy.precision)
         try:
             with copied:
-                # Made here, where the layers have their copies.
+                # The decoder is made here, where the layers have their copies.
                 llama_decoder = None
                 if self.fast_decode and policy.is_llama:
                     llama_decoder = LlamaDecoder(policy.backbone)

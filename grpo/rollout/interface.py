@@ -1,4 +1,4 @@
-"""The interface of an engine, as the loop, the evaluation and the chat call it."""
+"""The interface of engines, for the training loop, the evaluation and the chat."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from grpo.rollout.draw import SamplingParams
 from grpo.rollout.stops import Stops
 
 Replies = Callable[[int, Sequence[int]], "Future[Sequence[int] | None]"]
-"""A function that answers a turn. Its arguments are the row's number and the tokens of the turn.
+"""A function that answers a turn of the model, as a tool or an environment does.
 
-Completion g of problem p is row ``p * num_generations + g``. The result is the tokens of the
-answer, which leave room for at least one more token, or None: the completion ends with this turn.
+Its arguments are the row's number and the tokens of the turn. Completion g of problem p is row
+``p * num_generations + g``. The future gives the tokens of the answer, which leave room for at
+least one more token, or None if the completion ends with this turn.
 """
 
 ROWS_PER_CALL = 256
-"""Most completions of one call in an evaluation, in most engines."""
+"""Value of :attr:`Engine.rows_per_call` in most engines."""
 
 
 class Engine(Protocol):
@@ -30,12 +31,12 @@ class Engine(Protocol):
 
     policy: Policy
     uses_collectives: bool
-    """True if :meth:`weights` uses collectives, and so raises an error of one rank on all."""
+    """True if :meth:`weights` uses collectives, and so raises on all ranks if one rank fails."""
     rows_per_call: int
-    """Most completions that an evaluation asks for in one call of :meth:`generate`."""
+    """Limit on the completions that an evaluation requests in one call of :meth:`generate`."""
 
     def weights(self) -> AbstractContextManager[None]:
-        """Inside the block, :meth:`generate` samples from the weights at its start.
+        """Inside the block, :meth:`generate` samples from the weights at the start of the block.
 
         All ranks enter the block together.
         """
@@ -49,27 +50,26 @@ class Engine(Protocol):
         on_tokens: Callable[[int], None] | None = None,
         replies: Replies | None = None,
     ) -> list[Group]:
-        """Sample ``num_generations`` completions of each problem; one group per problem, in order.
+        """Sample ``num_generations`` completions of each problem. Return one group per problem.
 
         Args:
-            problems: this rank's problems; of each, ``prompt_ids`` is read, and ``index`` as a part
-                of its seeds.
+            problems: the problems of this rank. Only ``prompt_ids`` and ``index`` are read.
             seed_key: ``(seed, purpose, step)``. Completion g of a problem has the random seed
-                ``derive_seed(seed, purpose, step, problem.index, g)``. In the built-in engine, seed
-                and weights determine the completion.
+                ``derive_seed(seed, purpose, step, problem.index, g)``. In the built-in engine, this
+                seed and the weights determine the completion.
             on_tokens: called with the number of tokens drawn since the last call, for progress
                 bars.
-            replies: answers each turn of a completion. None: a completion is one turn.
+            replies: answers each turn of a completion. Default: a completion is one turn.
         """
 
     def dry_run(self, prompts: Sequence[tuple[int, ...]], sampling: SamplingParams) -> None:
-        """Allocate as much memory as sampling one completion per prompt takes at most.
+        """Allocate the peak memory of sampling one completion per prompt.
 
-        An engine that samples in other processes does nothing.
+        An engine that samples in other processes allocates nothing.
         """
 
     def close(self) -> None:
-        """Release what the engine holds outside this process."""
+        """Release the engine's resources outside this process, such as files and servers."""
 
 
 @contextmanager
@@ -78,16 +78,16 @@ def engine_with_weights(
     world: World,
     seconds: dict[str, float] | None = None,
 ) -> Iterator[None]:
-    """:meth:`Engine.weights` on all ranks, which raise together if one fails.
+    """Enter :meth:`Engine.weights` on all ranks. If one rank fails there, all ranks raise.
 
-    With ``seconds``, the time to copy or gather the weights is added to that of the rollout.
+    With ``seconds``, the time to copy or gather the weights is added to ``seconds["rollout"]``.
     """
     timed = world.timed("rollout", seconds) if seconds is not None else nullcontext()
-    # An engine with collectives raises on all ranks by itself. Another may fail on one rank alone,
-    # for which the other ranks would wait in their next collective.
+    # An engine with collectives raises on all ranks by itself. Other engines may fail on one rank
+    # alone. Without fail_together(), the other ranks would then wait in their next collective.
     together = nullcontext() if engine.uses_collectives else world.fail_together()
     with ExitStack() as stack:
-        # Only the beginning of the block is timed and watched, so its end is left to the stack.
+        # Only entering the engine's block is timed and watched. The stack leaves that block later.
         with timed, together:
             stack.enter_context(engine.weights())
         yield
@@ -98,7 +98,10 @@ def grouped(
     completions: Sequence[Completion],
     stops: Stops,
 ) -> list[Group]:
-    """Return the groups of the problems, which have equally many completions, with texts."""
+    """Return one group per problem, with the text of each completion.
+
+    ``completions`` has the completions of the first problem, then as many of the next, and so on.
+    """
     G = len(completions) // max(len(problems), 1)
     with_texts = [replace(c, text=stops.text(c.ids)) for c in completions]
     groups = []

@@ -1,9 +1,10 @@
 """One decode step written out for Llama's layers (Llama, Mistral, Ministral 3, Qwen2, Qwen3).
 
-It computes what the model's modules compute, with fewer operations, without module calls, without
-autocast's check at every operation, and from the weights' copies (:mod:`grpo.rollout.weights`).
-Models for which :func:`grpo.rollout.check_model` finds another result decode through their own
-modules. A layer is (Touvron et al. 2023, arXiv:2302.13971)::
+The step computes what the model's modules compute, with fewer operations, without module calls,
+without autocast's check at every operation, and from copies of the weights
+(:mod:`grpo.rollout.weights`). :func:`grpo.rollout.check_model` compares both results for each
+model, and leaves decoding to the modules if the results differ. A layer is (Touvron et al. 2023,
+arXiv:2302.13971)::
 
     q, k, v = W_qkv norm(x)                            in Qwen3 with norms of each head of q and k
     q, k    = rotate(q), rotate(k)                     as of Su et al. 2021, arXiv:2104.09864
@@ -29,14 +30,15 @@ from grpo.distributed import unsharded
 from grpo.rollout.weights import CopiedLinear
 
 LLAMA_SHAPED = {"LlamaModel", "MistralModel", "Ministral3Model", "Qwen2Model", "Qwen3Model"}
-"""Classes of transformers with these layers, some with norms of query and key heads."""
+"""Names of the classes in transformers that have Llama's layers. Some classes also normalise query
+and key heads."""
 
 
 class LlamaDecoder:
-    """Computes one more token per row, as :func:`grpo.attention.forked_hidden` does.
+    """Computes one more token per row, like :func:`grpo.attention.forked_hidden`.
 
-    For a backbone of :data:`LLAMA_SHAPED`. It reads the weights' copies if it is made inside of
-    :func:`grpo.rollout.weights.copied_weights`.
+    The backbone must be of a class in :data:`LLAMA_SHAPED`. A decoder that is made inside of
+    :func:`grpo.rollout.weights.copied_weights` computes from the copies of the weights.
     """
 
     def __init__(self, backbone: nn.Module):
@@ -54,8 +56,8 @@ class LlamaDecoder:
                 x_RE,
                 position_ids=positions_R[:, None],
             )
-            # turn([y1, y2]) * sin = [y2, y1] * signed_sin, which negates the first half of the sine
-            # once for all layers, and not half of the queries and keys in each.
+            # turn([y1, y2]) * sin = [y2, y1] * signed_sin. So the first half of the sine is negated
+            # once for all layers, instead of half of the queries and keys in each layer.
             first_half, second_half = sin_R1D.chunk(2, dim=-1)
             signed_sin_R1D = torch.cat([-first_half, second_half], dim=-1)
             for number, layer in enumerate(self.layers):
@@ -101,7 +103,7 @@ class _Layer:
         number: int,
         cache: ForkedCache,
     ) -> Tensor:
-        """Hidden states ``[R, E]`` after the layer, which is layer ``number`` of ``cache``."""
+        """Hidden states ``[R, E]`` after this layer, whose number in ``cache`` is ``number``."""
         H = self.H
         K = self.K
         D = self.D
@@ -148,9 +150,9 @@ def _norm(x: Tensor, norm: nn.Module) -> Tensor:
 
 
 def _product(*layers: nn.Module) -> Callable[[Tensor], Tensor]:
-    """A function that gives the outputs of these layers for one input, side by side.
+    """Return a function that computes the concatenated outputs of these layers for one input.
 
-    It is one product, if the layers have a fused copy.
+    If the layers have a fused copy, the function computes a single product.
     """
     # The layers may also have been copied one by one, or not at all.
     first = layers[0]

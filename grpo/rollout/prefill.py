@@ -1,8 +1,8 @@
 """The prefill, which computes prompts, and two decoders that continue them one token at a time.
 
-The prefill packs all prompts into one row (:mod:`grpo.attention.layout`), in which each is computed
-once for all its completions. :class:`ForkedCacheDecoder` then holds each prompt's keys and values
-once. It is for models that can be packed, :class:`DynamicCacheDecoder` for all others.
+The prefill packs all prompts into one row (:mod:`grpo.attention.layout`), in which each prompt is
+computed once for all its completions. :class:`ForkedCacheDecoder` then holds each prompt's keys and
+values once. Models that cannot be packed are decoded by :class:`DynamicCacheDecoder`.
 
 R   rows: completions being decoded       N   new tokens of a row
 U   distinct prompts                      K   tokens of a row so far, with padding
@@ -31,7 +31,7 @@ from grpo.rollout.cuda_graphs import CapturedSteps, CUDAGraphs
 from grpo.rollout.llama_decoder import LlamaDecoder
 
 Prompts = Sequence[tuple[int, ...]]
-"""Token ids of prompts. Where each row has one, rows of one group are neighbours."""
+"""Token ids of prompts. If there is one prompt per row, rows of one group are neighbours."""
 
 
 def prefill(
@@ -44,17 +44,17 @@ def prefill(
     """Compute the prompt of each row, once for neighbouring rows with equal prompts.
 
     Args:
-        llama_decoder: computes decode steps. None: the model's modules do.
+        llama_decoder: computes decode steps. If None, the model's modules compute them.
         prompts: the prompt of each row.
-        capacity: most tokens of a completion in the KV cache.
-        graphs: captures the steps of ``llama_decoder`` in CUDA graphs. None: they are launched one
-            operation after the other.
+        capacity: number of a row's completion tokens for which the KV cache has room.
+        graphs: captures the steps of ``llama_decoder`` in CUDA graphs. Default: the operations of a
+            step are launched one after the other.
 
     Returns:
-        A decoder of the rows, and logits ``[R, V]`` of each row's first token.
+        A decoder of the rows, and logits ``[R, V]`` of each row's first completion token.
     """
-    # Rows of a group are neighbours. Equal prompts of groups apart are computed twice, since they
-    # are rare.
+    # Rows of a group are neighbours. Groups with equal prompts are rare: unless these groups are
+    # neighbours, their prompt is computed for each of them.
     distinct = []
     prompt_of_row = []
     for prompt, rows in groupby(prompts):
@@ -84,7 +84,8 @@ class ForkedCacheDecoder(ForkedCache):
     """Decodes with each prompt's keys and values in memory once."""
 
     min_ended_fraction = 0.125
-    """Ended rows are taken out, which copies the cache, when they are this fraction of all rows."""
+    """Fraction of a batch's rows that must have ended before the decode loop drops ended rows,
+    which copies the cache."""
 
     def __init__(
         self,
@@ -99,7 +100,7 @@ class ForkedCacheDecoder(ForkedCache):
         self.llama_decoder = llama_decoder
 
     def step(self, token_R: Tensor) -> Tensor:
-        """Append one token to every row. Returns logits ``[R, V]`` of the next."""
+        """Append one token to every row. Returns logits ``[R, V]`` of the next token."""
         if self.llama_decoder is not None:
             return self.head(self.llama_decoder(token_R, self))
         positions_R = self.begin_token()
@@ -127,7 +128,7 @@ class ForkedCacheDecoder(ForkedCache):
 class DynamicCacheDecoder:
     """Decodes with transformers' ``DynamicCache``, in which every row has a copy of its prompt.
 
-    It decodes every model. Rows cannot be added later.
+    This works for every model, but rows cannot be added later.
     """
 
     is_full = False
@@ -138,23 +139,23 @@ class DynamicCacheDecoder:
         # Padded on the left, so that all rows continue at the same index of the cache.
         ids_UN, self.padding_R = _pad_left(prompts, policy.device)
         self.length = 0
-        """Tokens of each row in the cache, with padding."""
+        """Number of tokens of each row in the cache, including padding."""
         self.cache = DynamicCache(config=policy.model.config)
         self.logits_UV = self._forward(ids_UN)
 
     def step(self, token_R: Tensor) -> Tensor:
-        """Append one token to every row. Returns logits ``[R, V]`` of the next."""
+        """Append one token to every row. Returns logits ``[R, V]`` of the next token."""
         return self._forward(token_R[:, None])
 
     def keep_rows(self, rows: Sequence[int] | Tensor) -> None:
-        """Drop all other rows; a row may also be kept several times."""
+        """Keep only the given rows. A row that is given several times is copied."""
         rows = torch.as_tensor(rows, device=self.padding_R.device)
         # ``batch_select_indices`` does the same, but not for the states of linear attention.
         self.cache.reorder_cache(rows)
         self.padding_R = self.padding_R[rows]
 
     def _forward(self, ids_RN: Tensor) -> Tensor:
-        """Append tokens to every row. Returns logits ``[R, V]`` of the next."""
+        """Append tokens to every row. Returns logits ``[R, V]`` of the next token."""
         N = ids_RN.shape[1]
         self.length += N
         # A token's position is its index behind the padding, as if the row were alone.
@@ -178,7 +179,7 @@ def _pad_left(
     sequences: Sequence[Sequence[int]],
     device: torch.device,
 ) -> tuple[Tensor, Tensor]:
-    """Token ids ``[R, N]``, and the number of padding tokens before each row, ``[R]``."""
+    """Return padded token ids ``[R, N]``, and the number ``[R]`` of padding tokens in each row."""
     rows = [torch.tensor(sequence) for sequence in sequences]
     ids_RN = pad_sequence(rows, batch_first=True, padding_side="left")
     padding = [ids_RN.shape[1] - len(row) for row in rows]

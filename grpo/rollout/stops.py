@@ -1,4 +1,4 @@
-"""The ends of a completion, EOS tokens and stop strings (``rollout.stop``), and its text."""
+"""EOS tokens and stop strings (``rollout.stop``), which end completions, and completions' texts."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from grpo.model import Policy
 
 
 class Stops:
-    """The ends of a rollout's completions: token ids, and strings in the decoded text."""
+    """Tokens and strings that end a turn. A completion without tools is one turn."""
 
     def __init__(self, policy: Policy, stop: Sequence[str]):
         self.tokenizer = policy.tokenizer
         special_ids, self.strings = split_stop(self.tokenizer, stop)
         self.ids = [*policy.eos_ids, *special_ids]
-        """Tokens that end a completion."""
+        """Ids of the tokens that end a turn."""
 
         # A tag such as </answer> stays in the text, as a stop string does.
         tags = tag_tokens(self.tokenizer) if special_ids else set()
@@ -29,20 +29,20 @@ class Stops:
 
         longest = max(map(len, self.strings), default=0)
         self.search_length = 4 * longest + 4
-        """Tokens at the end of a turn that are searched for a stop string. In a byte-level
-        vocabulary n characters have at most 4n tokens."""
+        """Number of tokens at the end of a turn that are searched for a stop string. With a
+        byte-level vocabulary, n characters have at most 4n tokens."""
 
-        # The text of a sequence usually contains the text of each part of it. Then one search in
-        # all new tokens can show that none of them ends a stop string. Exceptions are tokenizers
-        # that remove spaces, and a stop string with U+FFFD, the text of half a character: the next
-        # token completes it.
+        # The text of a sequence usually contains the text of each part of the sequence. Then one
+        # search in the text of all tokens can show that no part contains a stop string. Exceptions
+        # are tokenizers that remove spaces, and a stop string with U+FFFD. This is the text of half
+        # a character, and is gone as soon as the next token completes the character.
         cleans_up = getattr(self.tokenizer, "clean_up_tokenization_spaces", False)
         self.text_contains_parts = not cleans_up and "\ufffd" not in "".join(stop)
 
     def text(self, tokens: Sequence[int]) -> str:
-        """The text of a completion or turn.
+        """Return the text of a completion or turn.
 
-        Special tokens that are tags are in it, the end of the turn is not.
+        EOS, padding, and stop tokens that are not tags are left out. Other special tokens stay.
         """
         ids = [id for id in tokens if id not in self.ids_without_text]
         return self.tokenizer.decode(ids)
@@ -50,7 +50,7 @@ class Stops:
     def has_ended(self, turn: Sequence[int]) -> bool:
         """Return True if a turn ends with its last token.
 
-        The last ``search_length`` tokens of the turn are enough.
+        ``turn`` may be the last ``search_length`` tokens of the turn alone.
         """
         if turn[-1] in self.ids:
             return True
@@ -59,13 +59,14 @@ class Stops:
         return self._contains_stop(turn)
 
     def first_end(self, tokens: Sequence[int]) -> int | None:
-        """Length of the shortest beginning of ``tokens`` that contains a stop string, or None.
+        """Length of the shortest prefix of ``tokens`` that contains a stop string, or None.
 
-        For tokens that a server has sampled, of which all are there at once.
+        The vLLM engine calls this, because a server returns all tokens of a turn at once.
         """
         if self.text_contains_parts and not self._contains_stop(tokens):
             return None
-        # Token by token, as the built-in engine searches: both end a turn at the same token.
+        # The search is token by token, as in the built-in engine. So a turn ends at the same token
+        # in all engines.
         for end in range(1, len(tokens) + 1):
             first = max(end - self.search_length, 0)
             if self._contains_stop(tokens[first:end]):
@@ -73,7 +74,7 @@ class Stops:
         return None
 
     def _contains_stop(self, tokens: Sequence[int]) -> bool:
-        """True if a stop string is in the text without special tokens, where vLLM looks, too."""
+        """True if the text without special tokens, which vLLM searches too, has a stop string."""
         text = self.tokenizer.decode(tokens, skip_special_tokens=True)
         return any(string in text for string in self.strings)
 
@@ -82,11 +83,11 @@ def split_stop(
     tokenizer: PreTrainedTokenizerBase,
     stop: Sequence[str],
 ) -> tuple[list[int], list[str]]:
-    """The ids of the stop strings that are special tokens, and the other strings.
+    """Return the ids of the stop strings that are special tokens, and the other stop strings.
 
-    A special token is found by its id, since the searched text is without special tokens.
+    A special token must be found by id, because the searched text is without special tokens.
 
-    ValueError for a string with a special token beside other text.
+    ValueError for a string that contains a special token and other text.
     """
     ids = []
     strings = []

@@ -1,13 +1,14 @@
 """Copies of linear layers' weights for the time of a rollout, in the form that every decode step
 reads fastest.
 
-- In the dtype of the product: autocast would cast the fp32 master weights to bf16 again at every
-  token.
-- On CPU in the memory layout of oneDNN's kernels: reordering takes 20 to 40% of a plain product (32
-  rows, two cores).
-- Layers with the same input (queries, keys and values; a gated MLP) as one product: each call costs
-  about 15 us.
-- With LoRA, the sum ``W + scale * B @ A``, added up in fp32: one product instead of three.
+- A copy has the dtype of the product. Otherwise autocast would cast the fp32 master weights to bf16
+  again at every token.
+- A copy on CPU has the memory layout of oneDNN's kernels. Otherwise each product would reorder the
+  weight, which takes 20 to 40% of the product's time (32 rows, two cores).
+- Layers with the same input (queries, keys and values; a gated MLP) are one product, since each
+  call costs about 15 us.
+- A layer with LoRA is the sum ``W + scale * B @ A``, added up in fp32. This is one product instead
+  of three.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from grpo.model import BF16Linear, adapted_base, decoder_layers, effective_weigh
 
 _mkldnn = torch.ops.mkldnn
 SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Names of sibling layers that most models call with the same tensor. If a model calls them with
-different ones, the outputs are still right: the product is computed for each."""
+"""Names of sibling layers that most models call with the same tensor. If a model calls siblings
+with different tensors, the outputs are still right, because the product is computed for each."""
 
 
 class FusedLinear:
-    """Linear layers with the same input as one product, from one copy of their weights."""
+    """Linear layers with the same input, computed as one product from one copy of their weights."""
 
     def __init__(self, layers: list[nn.Linear], dtype: torch.dtype):
         self.layers = layers
@@ -46,7 +47,7 @@ class FusedLinear:
         self._outputs = ()
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The outputs of all layers side by side, ``[..., sum(out_features)]``."""
+        """Return the concatenated outputs of all layers, ``[..., sum(out_features)]``."""
         x = x.to(self.weight.dtype)
         if self.weight.is_mkldnn:
             return _mkldnn._linear_pointwise(
@@ -60,12 +61,12 @@ class FusedLinear:
         return nn.functional.linear(x, self.weight, self.bias)
 
     def output_of(self, number: int, x: Tensor) -> Tensor:
-        """The output of one layer. The first call with a tensor computes all outputs."""
+        """Output of layer ``number``. The first call with a tensor computes the outputs of all."""
         if x is not self._input:
             self._outputs = self(x).split(self.sizes, dim=-1)
             self._input = x
         output = self._outputs[number]
-        # Models call the layers in order, and after the last one the outputs need no memory.
+        # Models call the layers in order, so after the last layer the outputs are not needed.
         if number == len(self.layers) - 1:
             self._input = None
             self._outputs = ()
@@ -73,8 +74,8 @@ class FusedLinear:
 
 
 class CopiedLinear(nn.Module):
-    """Takes the place of an ``nn.Linear`` in the model, has the same parameters, and computes from
-    their copy."""
+    """Module that replaces an ``nn.Linear`` in the model. It has the same parameters, but computes
+    from the copy of the weight."""
 
     def __init__(self, layer: nn.Linear, fused: FusedLinear):
         super().__init__()
@@ -89,12 +90,12 @@ class CopiedLinear(nn.Module):
 
 
 Copies = dict[nn.Linear, FusedLinear]
-"""The copy of each layer's weight. Layers with the same input are in one fused copy."""
+"""The copy of each linear layer's weight. Layers with the same input are in one fused copy."""
 
 
 @contextmanager
 def _copies_in(model: nn.Module, copies: Copies) -> Iterator[None]:
-    """Inside the block, these layers of the model compute from their copies."""
+    """Inside the block, layers of the model with a copy in ``copies`` compute from the copy."""
     layers = {name: module for name, module in model.named_modules() if module in copies}
     try:
         for name, layer in layers.items():
@@ -106,8 +107,8 @@ def _copies_in(model: nn.Module, copies: Copies) -> Iterator[None]:
 
 
 def copied_weights(model: nn.Module, precision: str) -> AbstractContextManager[None]:
-    """Inside the block, linear layers compute from copies of their weights, which must not change
-    meanwhile."""
+    """Inside the block, linear layers compute from copies of their weights. The weights must not
+    change inside the block."""
     modules = list(model.modules())
     return _copies_in(model, _make_copies(modules, precision))
 
@@ -120,7 +121,8 @@ def _make_copies(modules: list[nn.Module], precision: str) -> Copies:
     for module in modules:
         if module not in inside_adapted and _is_worth_copying(module, dtype):
             layers.append(module)
-        # One copy has the sum of the base and the adapter's matrices, which are linear layers, too.
+        # The copy of a layer with an adapter includes the base layer and the adapter's matrices.
+        # These are linear layers, too, but need no further copies.
         if adapted_base(module):
             inside_adapted.update(module.modules())
 
@@ -138,11 +140,11 @@ def _make_copies(modules: list[nn.Module], precision: str) -> Copies:
 
 
 class GatheredWeights:
-    """The weights of a rollout under FSDP, gathered layer by layer into a model of this rank alone.
+    """The weights of a rollout under FSDP, gathered layer by layer into an unsharded rollout model.
 
-    This rollout model has no weights between rollouts. While a layer is gathered in fp32, its
+    The rollout model has no weights between rollouts. While a layer is gathered in fp32, its
     linear layers are copied, and its other parameters (embedding, norms) are cloned. After that no
-    decode step communicates: ranks may decode different numbers of steps.
+    decode step communicates, so ranks may decode different numbers of steps.
     """
 
     def __init__(
@@ -153,7 +155,7 @@ class GatheredWeights:
     ):
         """
         Args:
-            root: the sharded module whose root group holds the parameters outside any layer.
+            root: the root module of FSDP, which shards the parameters outside of decoder layers.
             model: the sharded model.
             rollout_model: a model of the same modules with all parameters on the meta device.
         """
@@ -163,7 +165,7 @@ class GatheredWeights:
         self.sources = dict(pairs)
         """The sharded model's module for each module of the rollout model."""
         self.meta_parameters = {}
-        """The parameters that each module of the rollout model has between rollouts."""
+        """Parameters of each module of the rollout model between rollouts, on the meta device."""
         for module in self.sources:
             self.meta_parameters[module] = dict(module._parameters)
 
@@ -174,9 +176,9 @@ class GatheredWeights:
         *,
         fast_decode: bool,
     ) -> Iterator[None]:
-        """Inside the block the rollout model has the weights of this moment.
+        """Inside the block, the rollout model has the weights that the sharded model had before.
 
-        All ranks enter the block together.
+        All ranks enter the block together, because entering gathers the weights.
         """
         layers = decoder_layers(self.rollout_model)
         layer_of = {}
@@ -185,12 +187,12 @@ class GatheredWeights:
 
         copies = {}
         try:
-            for layer in [*layers, None]:  # None: modules outside any layer
+            for layer in [*layers, None]:  # None stands for the modules outside any layer
                 modules = [module for module in self.sources if layer_of.get(module) is layer]
                 source = self.root
                 if layer is not None:
                     source = self.sources[layer]
-                # One layer at a time is in memory in fp32.
+                # Only one layer at a time is in memory in fp32.
                 with torch.no_grad(), unsharded(source):
                     for module in modules:
                         module._parameters.update(self.sources[module]._parameters)
@@ -204,8 +206,9 @@ class GatheredWeights:
                 module._parameters.update(parameters)
 
     def _keep_uncopied(self, modules: list[nn.Module], copies: Copies) -> None:
-        """Clone the gathered parameters that are in no copy, and let go of all others."""
-        # A layer with an adapter is copied with its base and matrices, which are modules inside.
+        """Clone the gathered parameters of which there is no copy, and release all other gathered
+        parameters."""
+        # A copied layer with an adapter has its base layer and the adapter's matrices as modules.
         copied = set()
         for linear in copies:
             copied.update(linear.modules())
@@ -218,10 +221,10 @@ class GatheredWeights:
 
 
 def _is_worth_copying(module: nn.Module, dtype: torch.dtype) -> bool:
-    """True for a linear layer that a copy computes faster: in bf16, or where oneDNN can reorder it.
+    """True for a linear layer that is faster with a copy: in bf16, or if oneDNN can reorder it.
 
-    A layer with an adapter is copied always, since three products become one. A layer with hooks or
-    another ``forward`` than that of ``nn.Linear`` is copied never.
+    A layer with an adapter is always faster with a copy, since three products become one. A layer
+    with hooks, or with a ``forward`` set on the instance, must not be copied.
     """
     linear = adapted_base(module) or module
     if type(linear) not in (nn.Linear, BF16Linear):
