@@ -76,7 +76,7 @@ def group_advantages(
     scale: Scale = "group",
     eps: float = 1e-4,
 ) -> Tensor:
-    """Advantage of each completion over the others of its group.
+    """Advantage ``[P, G]`` of each completion over the other completions of its group.
 
         A_i = (r_i - b_i) / s       for the completions i = 1 .. G of a problem
 
@@ -214,7 +214,7 @@ def call_user_advantages(
     Raises:
         ValueError: if the function returns another shape, or a number that is not finite.
     """
-    # Copies, because the function may change them, and the metrics report them later.
+    # The function gets copies, because it may change them, and the metrics report the originals.
     advantages_PG = function(rewards_PG.clone(), values_PGF.clone())
     check_returned("algorithm.advantages", advantages_PG, rewards_PG.shape)
     advantages_PG = advantages_PG.detach().float()
@@ -262,7 +262,7 @@ def _check(rewards_PG: Tensor, baseline: str, scale: str) -> None:
     # The mean of an infinite reward would make the advantages of its whole group NaN.
     if rewards_PG.isinf().any():
         raise ValueError(f"rewards must be finite or NaN, got {rewards_PG.tolist()}")
-    # A negative mean would turn the sign of all advantages of a group.
+    # A negative mean would flip the sign of all advantages of a group.
     if scale == "mean" and (rewards_PG < 0).any():
         lowest = rewards_PG.nan_to_num().min().item()
         raise ValueError(
@@ -285,7 +285,7 @@ def _sum_of_terms(
     of a term, relative to the term.
     """
     sums_PG = terms_PGF.sum(dim=-1)
-    # Errors are added up, not terms: the sum of large terms would overflow fp32.
+    # Terms become errors before the sum, because the sum of large terms would overflow fp32.
     errors_PGF = terms_PGF.abs() * rounding_error
     is_rounding_PG = sums_PG.abs() <= errors_PGF.sum(dim=-1)
     sums_PG = sums_PG.masked_fill(is_rounding_PG, 0.0)

@@ -4,8 +4,8 @@
     G   completions of each problem       S   tokens of the longest row, prompt and completion
     B   rows, one per completion: P*G     M   minibatches of n rows
 
-A mask entry m_bt is 1 if token t of completion b counts, else 0. All masks are made in this file,
-from lengths: the id of a token never says whether the token is padding.
+A mask entry m_bt is 1 if token t of completion b counts, else 0. Masks are made from lengths: the
+id of a token never says whether the token is padding.
 """
 
 from collections.abc import Iterator, Sequence
@@ -33,7 +33,7 @@ class Problem:
     """One row of the dataset."""
 
     index: int
-    """Index of the row in the dataset; part of the sampling seed of its completions."""
+    """Index of the row in the dataset. The sampling seeds of completions depend on this index."""
     prompt: str | list[dict[str, str]]
     """The prompt of the row: text, or a list of chat messages."""
     prompt_ids: tuple[int, ...]
@@ -42,8 +42,8 @@ class Problem:
     """The other columns of the row, such as ``answer``. Reward functions get these columns as
     keyword arguments."""
     reward_prompt: str | list[dict[str, str]] | None = None
-    """Prompt that reward functions get. If this is a list of messages, they get completions as
-    messages, too. Default: ``prompt``."""
+    """Prompt that reward functions get. If the prompt is a list of messages, reward functions get
+    completions as messages, too. Default: ``prompt``."""
 
     @property
     def prompt_for_rewards(self) -> str | list[dict[str, str]]:
@@ -60,8 +60,8 @@ class Completion:
     ids: tuple[int, ...]
     """Token ids, including the EOS: at least one, at most ``max_completion_length``."""
     text: str
-    """The decoded tokens without EOS, padding, and stop tokens that are not tags. Other special
-    tokens are in the text: in some models ``<think>`` is a special token."""
+    """The decoded tokens without EOS, padding, and stop tokens, except for stop tokens that are
+    tags such as ``</answer>``. Other special tokens stay: in some models ``<think>`` is one."""
     finished: bool
     """True if the response ended with EOS or a stop string, False if it was truncated at
     ``max_completion_length``."""
@@ -190,7 +190,7 @@ def completion_mask(completion_ids_BT: Tensor, lengths_B: Tensor) -> Tensor:
             "expected completion_ids [B, T] and lengths [B] in [0, T], "
             f"got {tuple(shape)} and {lengths_B.tolist()}"
         )
-    # No token's value is read: the pad id often equals an EOS id, and a mask of `ids != pad` would
+    # No token id is read: the pad id often equals an EOS id, and a mask of `ids != pad` would
     # then leave out the EOS, so that the model never learns to stop.
     device = completion_ids_BT.device
     positions_T = torch.arange(T, device=device)
@@ -372,7 +372,7 @@ def collate(
 
 
 def minibatches(batch: Batch, count: int) -> list[Batch]:
-    """Divide a batch into ``count`` minibatches of equal size. Each makes one optimizer update."""
+    """Divide a batch into ``count`` minibatches of equal size, one for each optimizer update."""
     # Each part has consecutive groups. Rank r has the groups r, r + world_size, ... of the step, so
     # the m-th parts of all ranks together are the same groups at every world size.
     assert len(batch) % count == 0, f"{len(batch)} rows do not split into {count} minibatches"
@@ -384,7 +384,7 @@ def skip_zero_advantage(batch: Batch, num_minibatches: int = 1) -> Batch:
     """Return the batch with ``is_computed_B`` set, so that rows of advantage 0 are not computed.
 
     Without a KL term, these rows have no gradient. They stay in the batch, and the denominator of
-    the loss counts them.
+    the loss counts them. If a minibatch has no other rows, its shortest row is computed.
     """
     is_computed_Mn = batch.advantages_B.ne(0).view(num_minibatches, -1)
     lengths_Mn = batch.lengths_B.view(num_minibatches, -1)
@@ -407,10 +407,10 @@ def microbatches(
 
     Args:
         batch: the rows of one optimizer update.
-        max_tokens: token limit of a micro-batch, as in :func:`microbatch_rows`.
-        packed: way to count tokens, as in :func:`microbatch_rows`.
-        num_passes: least number of micro-batches. Missing micro-batches are made of a row without
-            effect, and come first. Default: no minimum.
+        max_tokens: argument of :func:`microbatch_rows`.
+        packed: argument of :func:`microbatch_rows`.
+        num_passes: least number of micro-batches. If the rows make fewer, micro-batches without
+            effect come first. Default: no minimum.
     """
     parts = microbatch_rows(batch, max_tokens, packed=packed)
     # Under FSDP a pass is a collective of all ranks. A rank with fewer parts joins the passes of
@@ -470,7 +470,7 @@ def microbatch_rows(batch: Batch, max_tokens: int, *, packed: bool = False) -> l
     num_prompt_keys = 0  # prompt tokens that the rows of the part attend to
     for b in rows:
         if not packed:
-            # All rows are padded to the longest, which is b.
+            # All rows are padded to the longest row of the part, which is row b.
             num_tokens = (len(part) + 1) * lengths[b]
         elif part and groups[part[-1]] == groups[b]:
             num_tokens += lengths[b] - prompts[b]

@@ -51,7 +51,7 @@ def derive_seed(
 
 def generator(seed: int, purpose: str, *coordinates: int) -> torch.Generator:
     """Return a generator seeded by :func:`derive_seed`."""
-    # On the CPU: other devices draw other numbers from the same seed.
+    # The generator is on the CPU, since other devices draw other numbers from the same seed.
     rng = torch.Generator(device="cpu")
     rng.manual_seed(derive_seed(seed, purpose, *coordinates))
     return rng

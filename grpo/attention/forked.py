@@ -68,7 +68,7 @@ class ForkedCache:
         device: torch.device | str = "cpu",
     ):
         self.prompt_ids = list(prompts)
-        """Token ids of the prompts. :meth:`add_rows` finds prompts that two caches share by ids."""
+        """Token ids of the prompts. :meth:`add_rows` compares them to find equal prompts."""
         self.capacity = capacity
         """Number of indices of the buffers, at least the token limit of a completion."""
         self.length = 0

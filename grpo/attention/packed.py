@@ -7,14 +7,14 @@ tokens and needs no change. Attention is computed tile by tile::
     tile of the prompts    causal:  prompt u attends to itself
     tile of completions    S = P + C keys:  row r attends to its prompt, then causally to itself
 
-With one dense mask for the whole row, most work would be on pairs of tokens that do not see each
-other.
+With one dense mask for the whole row, most work would be on pairs of tokens that do not attend to
+each other.
 
 N   tokens of the packed row              H   query heads
 U   prompts                               K   key heads, and as many value heads
 P   tokens of the longest prompt          g   query heads of each key head, H / K
 R   completions of a tile                 j   queries of a key head and a completion, g * C
-C   tokens of the tile's longest one      D   size of a head
+C   tokens of the longest completion      D   size of a head
 S   keys of a tile, P + C
 """
 
@@ -69,7 +69,7 @@ def packed_attention(
         v_UKPD, *v_tiles = pad_tiles(v_1KND)
         prompts, *completions = packed.tiles
 
-        # Prompts are padded on the right, where causal attention does not look. So no mask is
+        # Prompts are padded on the right. Causal attention does not look there, so no mask is
         # needed.
         out_UHPD = F.scaled_dot_product_attention(
             q_UHPD,
@@ -143,7 +143,7 @@ def _attention_forward(
 
     ``packed`` alone gives attention over a packed row. ``packed`` and ``forked`` together give
     attention over a packed row of prompts, whose keys and values are stored in the cache.
-    ``forked`` alone gives attention from new tokens of the cache's rows. Without both it is SDPA.
+    ``forked`` alone gives attention from new tokens of the cache's rows. The default is SDPA.
 
     ValueError if the layer computes more than a softmax over all earlier tokens. At the start of a
     run, :func:`grpo.rollout.check_model` catches this error and does not pack rows.

@@ -39,7 +39,7 @@ class CUDAGraphs:
     are_on: bool = True
     """False after a step could not be captured. No other capture is tried then."""
     last: torch.cuda.CUDAGraph | None = None
-    """The latest graph. The next graph uses its memory pool."""
+    """The latest graph. The next graph uses the memory pool of the latest graph."""
 
 
 class CapturedSteps:
@@ -52,7 +52,8 @@ class CapturedSteps:
         """View of the KV cache that the captured step uses. None before the first capture."""
 
     def __call__(self, token_R: Tensor, cache: ForkedCache) -> Tensor:
-        """Compute as :class:`LlamaDecoder` does. The next call may overwrite the result."""
+        """Last hidden states ``[R, E]`` of a :class:`LlamaDecoder`. The next call may overwrite
+        them."""
         if not self.graphs.are_on:
             return self.decoder(token_R, cache)
 
@@ -100,7 +101,7 @@ class CapturedSteps:
         self.hidden_RH = self.decoder(self.token_R, self.cache)
 
     def _replay_of_step(self) -> Callable[[], None]:
-        """Return a function that replays a graph of the step. On a CPU it is the step itself."""
+        """Return a function that replays a graph of the step, or on a CPU computes the step."""
         if not self.token_R.is_cuda:
             return self._step
         graph = torch.cuda.CUDAGraph()

@@ -235,7 +235,10 @@ class _PausedRows:
             self.rows.append(row)
 
     def come_back(self, prefill: Prefill, capacity: int) -> _Batch:
-        """Wait for all answers, and append each to its row. Return a batch of rows that go on."""
+        """Wait for all answers, and append each to its row. Return a batch of the rows that go on.
+
+        The other rows end with the turn that got no answer.
+        """
         places = []
         rows = []
         new_tokens = []

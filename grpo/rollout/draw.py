@@ -122,7 +122,7 @@ def filter_probs(
 
     ==========  ========================================  ================================
     top-k       the k largest probabilities stay          Fan et al. 2018, arXiv:1805.04833
-    top-p       the largest up to a sum >= top_p stay     Holtzman et al. 2020, arXiv:1904.09751
+    top-p       the smallest set with sum >= top_p stays  Holtzman et al. 2020, arXiv:1904.09751
     min-p       all p >= min_p * largest p stay           Nguyen et al. 2024, arXiv:2407.01082
     ==========  ========================================  ================================
 

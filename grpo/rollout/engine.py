@@ -75,7 +75,7 @@ class BuiltinEngine:
         on_tokens: Callable[[int], None] | None = None,
         replies: Replies | None = None,
     ) -> list[Group]:
-        """Sample completions, as :meth:`grpo.rollout.interface.Engine.generate` says.
+        """Implement :meth:`grpo.rollout.interface.Engine.generate`.
 
         ValueError if the model computes NaN.
         """
@@ -134,7 +134,7 @@ class BuiltinEngine:
         """Inside the block, :meth:`generate` samples from the weights at the start of the block.
 
         With ``fast_decode``, entering the block copies the weights. Under FSDP the weights are
-        gathered, so all ranks enter together. :meth:`generate` enters a block if it is outside.
+        gathered, so all ranks enter together. :meth:`generate` enters a block if none is open.
         """
         # An outer block has made the copies.
         if self._prefill:

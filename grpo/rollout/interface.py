@@ -17,9 +17,9 @@ from grpo.rollout.stops import Stops
 Replies = Callable[[int, Sequence[int]], "Future[Sequence[int] | None]"]
 """A function that answers a turn of the model, as a tool or an environment does.
 
-Its arguments are the row's number and the tokens of the turn. Completion g of problem p is row
-``p * num_generations + g``. The future gives the tokens of the answer, which leave room for at
-least one more token, or None if the completion ends with this turn.
+The arguments are the row's number and the tokens of the turn. Completion g of problem p is row
+``p * num_generations + g``. The result of the future is the tokens of the answer, which leave room
+for at least one more token. The result is None if the completion ends with this turn.
 """
 
 ROWS_PER_CALL = 256
@@ -50,7 +50,7 @@ class Engine(Protocol):
         on_tokens: Callable[[int], None] | None = None,
         replies: Replies | None = None,
     ) -> list[Group]:
-        """Sample ``num_generations`` completions of each problem. Return one group per problem.
+        """Sample ``num_generations`` completions of each problem. Return a group for each problem.
 
         Args:
             problems: the problems of this rank. Only ``prompt_ids`` and ``index`` are read.

@@ -53,8 +53,8 @@ def prefill(
     Returns:
         A decoder of the rows, and logits ``[R, V]`` of each row's first completion token.
     """
-    # Rows of a group are neighbours. Groups with equal prompts are rare: unless these groups are
-    # neighbours, their prompt is computed for each of them.
+    # Rows of a group are neighbours. Equal prompts of groups that are not neighbours are rare, so
+    # it does no harm that each of these prompts is computed.
     distinct = []
     prompt_of_row = []
     for prompt, rows in groupby(prompts):

@@ -42,7 +42,8 @@ class Stops:
     def text(self, tokens: Sequence[int]) -> str:
         """Return the text of a completion or turn.
 
-        EOS, padding, and stop tokens that are not tags are left out. Other special tokens stay.
+        EOS, padding, and stop tokens are left out, except for tags such as ``</answer>``. Other
+        special tokens stay.
         """
         ids = [id for id in tokens if id not in self.ids_without_text]
         return self.tokenizer.decode(ids)

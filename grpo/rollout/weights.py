@@ -61,7 +61,7 @@ class FusedLinear:
         return nn.functional.linear(x, self.weight, self.bias)
 
     def output_of(self, number: int, x: Tensor) -> Tensor:
-        """Output of layer ``number``. The first call with a tensor computes the outputs of all."""
+        """Output of layer ``number``. The first call with a tensor computes all outputs."""
         if x is not self._input:
             self._outputs = self(x).split(self.sizes, dim=-1)
             self._input = x
@@ -155,7 +155,7 @@ class GatheredWeights:
     ):
         """
         Args:
-            root: the root module of FSDP, which shards the parameters outside of decoder layers.
+            root: the root module of FSDP. Its group has the parameters outside of decoder layers.
             model: the sharded model.
             rollout_model: a model of the same modules with all parameters on the meta device.
         """
@@ -176,7 +176,7 @@ class GatheredWeights:
         *,
         fast_decode: bool,
     ) -> Iterator[None]:
-        """Inside the block, the rollout model has the weights that the sharded model had before.
+        """Inside the block, the rollout model has the weights that the sharded model has on entry.
 
         All ranks enter the block together, because entering gathers the weights.
         """
