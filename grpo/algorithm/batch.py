@@ -221,8 +221,8 @@ def right_pad(rows: Sequence[Sequence[int]], value: int) -> Tensor:
 class Batch:
     """Completions of a step, or a part of them, as tensors on the training device.
 
-    Each row is a completion. S is the length of this batch's longest row, prompt included. T is the
-    length of this batch's longest completion.
+    S is the length of the longest row of this batch, prompt included. T is the length of the
+    longest completion.
     """
 
     sequence_ids_BS: Tensor

@@ -32,14 +32,13 @@ class SamplingParams:
     max_completion_length: int
     """Limit on the tokens of a completion."""
     temperature: float = 1.0
-    """Divisor of the logits. 0 is greedy decoding."""
+    """0 means greedy decoding."""
     top_p: float = 1.0
-    """Least sum of the probabilities that the top-p filter keeps. 1 disables the filter."""
+    """1 disables top-p."""
     top_k: int = 0
-    """Number of tokens that the top-k filter keeps. 0 disables the filter."""
+    """0 disables top-k."""
     min_p: float = 0.0
-    """Lowest probability, relative to the highest, that the min-p filter keeps. 0 disables the
-    filter."""
+    """0 disables min-p."""
     stop: tuple[str, ...] = ()
     """Strings that end a completion (:class:`grpo.rollout.Stops`)."""
     tokens_in_flight: int | None = None

@@ -46,8 +46,8 @@ class BuiltinEngine:
     ):
         """
         Args:
-            policy: the policy to sample from, with its bare model and not a DDP wrapper. Each
-                rollout uses the weights at the start of the rollout.
+            policy: its bare model samples, never a DDP wrapper. A rollout uses the weights that the
+                policy has at the start of the rollout.
             fast_decode: copy the weights once per rollout into the form that decode steps read
                 fastest, and use :class:`LlamaDecoder` if ``policy.is_llama``. If False, the modules
                 of transformers compute everything.
