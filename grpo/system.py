@@ -1,5 +1,5 @@
-"""Files, processes, standard streams, and environment variables that PyTorch reads. Imports no
-torch."""
+"""Helpers for files, processes, standard streams, and environment variables that PyTorch reads. The
+module does not import torch."""
 
 import ctypes
 import importlib
@@ -15,34 +15,34 @@ from typing import Any
 
 
 class UserError(ValueError):
-    """A mistake of the user. The message is one line that says what would work, and a run shows it
-    without a traceback."""
+    """A mistake of the user. The message is one line that says what would work. A run prints the
+    message without a traceback."""
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or the name of its type if the message is
-    empty."""
+    """Return the first line of an error's message, or the name of the error's type if the message
+    is empty."""
     text = str(error).strip() or type(error).__name__
     lines = text.splitlines()
-    # A line that ends in a colon says nothing without the next one.
+    # A line that ends in a colon says nothing without the next line.
     first_lines = lines[:2] if lines[0].endswith(":") else lines[:1]
     return " ".join(map(str.strip, first_lines))
 
 
 def printable(text: str) -> str:
-    """Return the text with control and format characters escaped, so that a terminal moves no
-    cursor and hides no part of it."""
+    """Return the text with control and format characters escaped. In a terminal these characters
+    could move the cursor or hide text."""
     return "".join(c if c.isprintable() or c in "\n\t" else f"\\u{ord(c):04x}" for c in text)
 
 
 def write_atomically(path: str | Path, content: str | Callable[[Path], None]) -> None:
-    """Write a file so that a reader sees the old content or the new one, never a part.
+    """Write a file so that a reader sees the old content or the new content, never a part.
 
-    A symbolic link stays, and its target is replaced. A device or a pipe, which no file can
-    replace, is written into.
+    A symbolic link stays, and its target is replaced. A device or a pipe cannot be replaced by a
+    file, so the content is written into it.
 
     Args:
-        content: UTF-8 text, or a function that writes the file at a path.
+        content: UTF-8 text, or a function that gets a path and writes the file there.
     """
 
     def write(file: Path) -> None:
@@ -56,7 +56,8 @@ def write_atomically(path: str | Path, content: str | Callable[[Path], None]) ->
         write(path)
         return
     path = path.resolve()
-    # In the same folder, since a rename is atomic only within one file system.
+    # The temporary file is in the same folder, since a rename is atomic only within one file
+    # system.
     temporary = path.with_name(path.name + ".tmp")
     # An old file of this name may be a link to another file, or a pipe.
     temporary.unlink(missing_ok=True)
@@ -74,18 +75,19 @@ def sync(path: str | Path) -> None:
 
 
 def publish(partial: Path, final: Path) -> None:
-    """Rename a complete folder to its final name, once its files are on disk. An older folder of
-    that name is replaced."""
+    """Write the files of a complete folder through to disk, then rename the folder to its final
+    name. An older folder with the final name is replaced."""
     paths = list(partial.rglob("*"))
     files = [path for path in paths if path.is_file()]
-    # safetensors lets only their owner read its files. All get the mode of the others.
+    # safetensors writes files that only their owner can read. All files get the mode of the other
+    # files.
     mode = max(file.stat().st_mode for file in files)
     for file in files:
         file.chmod(mode)
     # After a power cut, a folder with its final name must hold every byte of its files.
     for path in [*paths, partial]:
         sync(path)
-    # A kill from here on leaves the complete folder with its first name.
+    # A kill before the rename below leaves the complete folder under its first name.
     if final.is_symlink():
         final.unlink()
     shutil.rmtree(final, ignore_errors=True)
@@ -102,8 +104,8 @@ def end_with_parent(signal_number: int = signal.SIGKILL) -> None:
 
 
 def seconds_waited_for_core() -> float:
-    """Return the seconds that this thread was ready to run and waited for a CPU core; 0 where the
-    kernel does not count them."""
+    """Return how many seconds this thread was ready to run and waited for a CPU core. Return 0 if
+    the kernel does not count these seconds."""
     path = Path("/proc/thread-self/schedstat")
     if not path.exists():
         return 0.0
@@ -112,18 +114,18 @@ def seconds_waited_for_core() -> float:
 
 
 def ignore_broken_pipes() -> None:
-    """Let this process go on when its output has no reader (a closed pipe, terminal or stream), or
-    when the disk is full."""
+    """Let this process continue when its output cannot be written: nobody reads it any more (a
+    closed pipe, terminal or stream), or the disk is full."""
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
             # The shell has closed this stream (`>&-`), and the next file that is opened would get
-            # its number. The lowest free number is this one.
+            # its number. os.open() takes the lowest free number, which is this one.
             os.open(os.devnull, os.O_RDWR)
     for number, name in enumerate(("stdout", "stderr"), start=1):
         stream = getattr(sys, name)
-        # A program that calls grpo.train may have put a stream of its own there.
+        # A program that calls grpo.train may have replaced this stream. The replacement stays.
         if stream is getattr(sys, f"__{name}__"):
             output = io.BufferedWriter(_Output(number, "w", closefd=False))
             text = io.TextIOWrapper(
@@ -135,13 +137,13 @@ def ignore_broken_pipes() -> None:
 
 
 class _Output(io.FileIO):
-    """A standard stream that becomes /dev/null when nobody can read it any more."""
+    """Standard stream that becomes /dev/null at the first write that fails."""
 
     def write(self, data: Any) -> int:
         try:
             return super().write(data)
         except OSError:
-            # The descriptor itself: libraries in C print to it, too.
+            # The descriptor itself is redirected, since libraries in C print to it too.
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, self.fileno())
             os.close(null)
@@ -149,10 +151,10 @@ class _Output(io.FileIO):
 
 
 def import_extra(module: str, extra: str, needed_by: str) -> ModuleType:
-    """Import a package of the optional dependency ``extra``.
+    """Import the package ``module``, which the optional dependencies ``extra`` install.
 
     Raises:
-        ValueError: with the command that installs it, if it is missing.
+        ValueError: if the package is missing. The message has the command that installs it.
     """
     try:
         return importlib.import_module(module)
@@ -164,22 +166,23 @@ def import_extra(module: str, extra: str, needed_by: str) -> ModuleType:
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 ENVIRONMENT_DEFAULTS = {
-    # On CPU, oneDNN keeps a kernel with scratch memory for each of up to 1,024 shapes
+    # On the CPU, oneDNN keeps a kernel with scratch memory for each of up to 1,024 shapes
     # (benchmarks/memory.py).
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
     "LRU_CACHE_CAPACITY": "64",
-    # Segments of fixed size fragment. Growing ones fail only with collectives in CUDA graphs
-    # (pytorch/pytorch#158029).
+    # The allocator's segments of fixed size fragment. Segments that grow fail only with collectives
+    # in CUDA graphs (pytorch/pytorch#158029).
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",
 }
-"""Environment variables that keep memory from growing while lengths differ from step to step."""
+"""Environment variables with the values that a run sets. They keep memory from growing when
+sequence lengths differ from step to step."""
 
 
 def set_environment_defaults() -> None:
-    """Set ``ENVIRONMENT_DEFAULTS``, unless the user has set them. It must be called before torch is
-    imported."""
-    # The user may have set an older name of the allocator's settings. PyTorch reads only one of the
-    # names, so ours must not stand beside it.
+    """Set each variable of ``ENVIRONMENT_DEFAULTS`` that the user has not set. Call this function
+    before torch is imported."""
+    # The user may have set the allocator's settings under an older name. PyTorch reads only one of
+    # the names, so ours must not be set too.
     has_allocator_settings = any(name in os.environ for name in ALLOCATOR_VARIABLES)
     for name, value in ENVIRONMENT_DEFAULTS.items():
         if not (has_allocator_settings and name in ALLOCATOR_VARIABLES):

@@ -1,1 +1,2 @@
-"""Checkpoints: their files, when they are written, and the step where a run starts."""
+"""Checkpoints of a run: their files, when they are saved, and from which checkpoint a run
+starts."""

@@ -1,10 +1,11 @@
-"""Checkpoints on disk: saved atomically, verified, listed, restored.
+"""Checkpoints on disk: how they are saved, verified, listed and restored.
 
-A checkpoint is a Hugging Face folder (``from_pretrained`` loads it) or a peft folder. Its subfolder
-``trainer/`` holds ``state.json``, and the tensors of the optimizer and of a moving reference model
-in the format of ``torch.distributed.checkpoint``. DDP and FSDP write the same format, and any
-number of ranks can continue from it. The position in the data, the learning rate and all random
-numbers follow from the seed and the step, so they are not saved.
+A checkpoint is a Hugging Face folder (``from_pretrained`` loads it) or, with LoRA, a peft folder.
+The subfolder ``trainer/`` holds ``state.json`` and the tensors of the optimizer. If the reference
+model changes during training, its weights are there too. The tensors have the format of
+``torch.distributed.checkpoint``: DDP and FSDP write the same format, and any number of ranks can
+continue from it. The position in the data, the learning rate and all random numbers are not saved,
+since they follow from the seed and the step.
 """
 
 import hashlib
@@ -31,38 +32,42 @@ from grpo.system import publish
 MANIFEST_FILE = "manifest.json"
 """JSON with the SHA-256 of all other files of a checkpoint."""
 STATE_FILE = Path("trainer", "state.json")
-"""JSON with the progress, the configuration and other facts of a run."""
+"""Path in a checkpoint of a JSON file with the progress of the run, its configuration, and digests
+of the files that it read."""
 TENSORS_FOLDER = Path("trainer", "states")
-"""Folder with the tensors of the optimizer and of a moving reference. Under FSDP each rank writes a
-file of its shards."""
+"""Folder in a checkpoint with the tensors of the optimizer, and of a reference model that changes
+during training. Under FSDP each rank writes a file with its shards."""
 SINGLE_PROCESS = World(0, 1, 0, torch.device("cpu"))
-"""The world of a process that saves without other ranks."""
+"""A :class:`World` with one rank, for a process that saves without other ranks."""
 
 
 @dataclass(frozen=True)
 class TrainedTensors:
-    """All tensors that change with every update."""
+    """Policy, optimizer and reference model, whose tensors a checkpoint saves."""
 
     policy: Policy
     optimizer: torch.optim.Optimizer
     reference: dict[str, torch.Tensor]
-    """Weights by name of a reference that changes during training; empty for another reference."""
+    """Weights of the reference model by name, if they change during training; else empty."""
 
     def optimizer_and_reference(self) -> dict[str, torch.Tensor]:
-        """Return the live tensors of the optimizer and of the reference, under FSDP as DTensors."""
+        """Return the tensors of the optimizer and of the reference by name, not copies of them.
+        Tensors that FSDP has sharded are DTensors."""
         tensors = {}
         for name, tensor in self.reference.items():
             tensors[f"reference/{name}"] = tensor.detach()
-        # Keyed by the names of parameters: optimizers number them, in an order that may change.
+        # The state dict of an optimizer numbers the parameters, in an order that may change. So the
+        # names of parameters are the keys here.
         for name, parameter in self.policy.model.named_parameters():
             for key, value in self.optimizer.state.get(parameter, {}).items():
                 tensors[f"optimizer/{name}/{key}"] = value
         return tensors
 
     def check_finite(self, step: int) -> None:
-        """ValueError if a trained weight is NaN or infinite: no run can continue from it."""
+        """Raise a ValueError if a trained weight on this rank is NaN or infinite. A run could not
+        continue with this weight."""
         for name, parameter in self.policy.model.named_parameters():
-            # Each rank looks at its own shards. save_checkpoint() raises the error on all ranks.
+            # Each rank checks its local shards. save_checkpoint() raises the error on all ranks.
             if parameter.requires_grad and not torch.isfinite(local_shard(parameter)).all():
                 raise ValueError(
                     f"{name} holds values that are not finite: "
@@ -80,21 +85,21 @@ def save_checkpoint(
     keep: int = 2,
     best_step: int | None = None,
 ) -> Path:
-    """Write ``checkpoint-<step>/``, and delete all but the ``keep`` newest checkpoints up to this
-    step.
+    """Write ``checkpoint-<step>/``, then delete old checkpoints. The ``keep`` newest checkpoints up
+    to this step stay.
 
-    The files are written into a hidden folder, the manifest last. When all are on disk, the folder
-    gets its final name. So a checkpoint with its final name is complete, whenever the process is
-    killed.
+    The files are written into a hidden folder, the manifest last. When all files are on disk, the
+    folder is renamed to its final name. So a folder with the final name is a complete checkpoint,
+    whenever the process is killed.
 
     Args:
-        world: the ranks that save together (FSDP), and raise errors together. Default: this process
-            alone.
+        world: ranks that save together (FSDP). An error on one rank is raised on all these ranks.
+            Default: this process saves alone.
         state: JSON-serialisable facts of the run (progress, wandb id, resolved config, ...).
-        best_step: the checkpoint of this step is kept whatever its age.
+        best_step: step of a checkpoint that is kept whatever its age. Default: no step.
 
     Returns:
-        The folder.
+        The folder of the checkpoint.
 
     Raises:
         ValueError: if a weight is not finite.
@@ -102,8 +107,8 @@ def save_checkpoint(
     """
     final = Path(output_dir, f"checkpoint-{step}")
     partial = final.with_name(f".partial-{final.name}")
-    # A collective under FSDP, which gathers the weights in rank 0's host memory. So it comes before
-    # the blocks below, in which one rank may fail alone.
+    # Under FSDP this is a collective, which gathers the weights in rank 0's host memory. So it
+    # comes before the blocks below, in which one rank may fail alone.
     policy = trained.policy
     weights = full_trained_weights(policy.trained_model, policy.unused_by_text.values())
     with world.fail_together():
@@ -136,8 +141,9 @@ def save_checkpoint(
                     digests[str(file.relative_to(partial))] = _digest(file)
             (partial / MANIFEST_FILE).write_text(json.dumps({"files": digests}))
             publish(partial, final)
-            # Checkpoints of later steps are broken, or of a run that was continued from an earlier
-            # step. They do not count, and must not push out the one that was just saved.
+            # A checkpoint of a later step is broken, or was saved before the run was continued from
+            # an earlier step. It does not count, and must not push out the checkpoint that was just
+            # saved.
             earlier = [saved for saved in list_checkpoints(final.parent) if saved[0] <= step]
             for old_step, old in earlier[keep:]:
                 if old_step != best_step:
@@ -146,20 +152,23 @@ def save_checkpoint(
 
 
 def list_checkpoints(output_dir: Path) -> list[tuple[int, Path]]:
-    """Return ``(step, folder)`` of each checkpoint, newest first; they may be broken."""
+    """Return ``(step, folder)`` of each checkpoint, newest first. Broken checkpoints are listed
+    too."""
     checkpoints = []
     for folder in output_dir.glob("checkpoint-*"):
         step = folder.name.removeprefix("checkpoint-")
-        # A user may keep a copy as checkpoint-5-good, which no run manages.
+        # A user may keep a copy with a name such as checkpoint-5-good. No run continues or deletes
+        # it.
         if step.isdecimal() and folder.is_dir():
             checkpoints.append((int(step), folder))
     return sorted(checkpoints, reverse=True)
 
 
 def recover(output_dir: Path) -> None:
-    """Give a complete checkpoint its final name, and delete unfinished ones, after a kill."""
-    # A kill while a checkpoint replaces one of its step may leave the complete folder with its
-    # hidden name alone.
+    """Repair the folder after a kill: rename a complete checkpoint to its final name, and delete
+    unfinished checkpoints."""
+    # publish() deletes an older checkpoint of the same step before it renames the new folder. A
+    # kill in between leaves the complete new folder under its hidden name.
     for partial in output_dir.glob(".partial-checkpoint-*"):
         if why_invalid(partial):
             shutil.rmtree(partial, ignore_errors=True)
@@ -168,8 +177,8 @@ def recover(output_dir: Path) -> None:
 
 
 def find_newest_valid(output_dir: Path) -> Path | None:
-    """Return the newest valid checkpoint, None if there is none; print a warning for each newer
-    one."""
+    """Return the folder of the newest valid checkpoint, or None. Print a warning for each broken
+    checkpoint that is newer."""
     for _, folder in list_checkpoints(output_dir):
         problem = why_invalid(folder)
         if problem is None:
@@ -179,8 +188,8 @@ def find_newest_valid(output_dir: Path) -> Path | None:
 
 
 def why_invalid(folder: Path) -> str | None:
-    """Return the first difference between a checkpoint and its manifest; None for a valid
-    checkpoint."""
+    """Return why a checkpoint is broken: a file that differs from the manifest, or an error in
+    reading. Return None for a valid checkpoint."""
     # A damaged manifest may hold anything, so reading it may raise anything.
     try:
         digests = json.loads((folder / MANIFEST_FILE).read_bytes())["files"]
@@ -193,8 +202,8 @@ def why_invalid(folder: Path) -> str | None:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """Return the ``state`` that :func:`save_checkpoint` got for a valid checkpoint, with its
-    ``step``."""
+    """Return the ``state`` that :func:`save_checkpoint` wrote into a valid checkpoint, with the
+    entry ``step``."""
     return json.loads((folder / STATE_FILE).read_bytes())
 
 
@@ -202,21 +211,25 @@ def restore(folder: Path, trained: TrainedTensors) -> None:
     """Load the tensors of the optimizer, and of a reference that changes during training, in place.
     Each rank reads its shards.
 
-    ``load_policy(folder)`` loads the model. A reference that the checkpoint lacks keeps its values.
+    The weights of the policy are loaded elsewhere, by ``load_policy(folder)``. A reference that the
+    checkpoint lacks keeps its values.
 
     Raises:
-        ValueError: if the checkpoint holds optimizer state of a weight that the model lacks.
+        ValueError: if the checkpoint holds optimizer state of a weight that the model does not
+            train.
     """
     saved = saved_names(folder / TENSORS_FOLDER)
     model = trained.policy.model
-    # A new optimizer has no tensors that could be filled. This makes them, as an update would.
+    # A new optimizer has no tensors to load into. This call creates them, as an update would.
     optimizer_tensors(model, trained.optimizer)
-    # An expert that no token was sent to had none, and must not begin with a step count.
+    # An expert (MoE) that no token was sent to had no optimizer state when it was saved. It must
+    # not begin with the step count that the call above has created.
     for name, parameter in model.named_parameters():
         if f"optimizer/{name}/step" not in saved:
             trained.optimizer.state.pop(parameter, None)
     tensors = trained.optimizer_and_reference()
-    # Another version of transformers may name a module otherwise. Its averages would be lost.
+    # Another version of transformers may name a module otherwise. The Adam averages of its weights
+    # would be lost.
     for name in sorted(saved - tensors.keys()):
         if name.startswith("optimizer/"):
             raise ValueError(f"its {name} is of no weight that the model trains")

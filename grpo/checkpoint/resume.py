@@ -1,5 +1,5 @@
-"""The start of a run: its output folder, the checkpoint it continues from, and settings that must
-not change then."""
+"""Start of a run: the output folder, the checkpoint to continue from, and the settings that must
+not change when a run continues."""
 
 import fcntl
 import os
@@ -26,7 +26,8 @@ from grpo.system import write_atomically
 COMMENT_ON_ENTRY_GIVEN = """\
 # What was set. A run that has this file as --config begins from it: what a preset or another key
 # implied follows anew. Change a value here and above, or remove one of the two."""
-"""Comment above the entry ``given`` of ``config.yaml``."""
+"""Comment in ``config.yaml`` above the entry ``given``, which holds the values that the user
+set."""
 RUN_FILE_PATTERNS = (
     "checkpoint-*",
     "metrics.jsonl",
@@ -36,26 +37,28 @@ RUN_FILE_PATTERNS = (
     "tensorboard",
     "config.yaml",
 )
-"""Patterns of the files that a run writes, and that a later run in its folder would overwrite."""
+"""Patterns of the files that a run writes into ``output_dir``. A later run in the same folder would
+overwrite these files."""
 
 
 class Lock:
-    """Lock of an output folder. The main rank holds it during the run, so that no other run writes
-    there.
+    """Lock of an output folder. The main rank holds the lock during the run, so that no other run
+    writes into the folder.
 
     The file ``.lock`` stays after the run. It names the process that holds the lock, or held it
     last.
     """
 
-    # Open for the whole run: the kernel releases the lock when the process ends, even by a kill.
+    # The file stays open for the whole run: the kernel releases the lock when the process ends,
+    # even by a kill.
     _file = None
 
     def acquire(self, folder: Path) -> None:
-        """Lock an existing folder, unless this object holds the lock already; ConfigError if
-        another run holds it."""
+        """Lock an existing folder, unless this object has locked it already. Raise a ConfigError if
+        another run holds the lock."""
         if self._file is not None:
             return
-        # Mode "a+", since "w" would delete the name of the holder before the lock is ours.
+        # Mode "a+", since "w" would delete the name of the holder before this process has the lock.
         file = open(folder / ".lock", "a+", encoding="utf-8")  # noqa: SIM115
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -75,39 +78,44 @@ class Lock:
         self._file = file
 
     def release(self) -> None:
-        """Let another run of the same program use the folder, after the end of this one."""
+        """Release the lock after the run, so that a later run in the same process can use the
+        folder."""
         if self._file is not None:
             self._file.close()
 
 
 @dataclass(frozen=True)
 class StartPoint:
-    """The checkpoint that a run starts from, and what it must know of the earlier run."""
+    """The checkpoint that a run starts from, and facts about the run that saved it."""
 
     checkpoint: Path | None
-    """Folder of the checkpoint. None: the run starts from scratch, at step 0."""
+    """Folder of the checkpoint; None if the run starts from scratch, at step 0."""
     facts: dict[str, Any]
-    """Facts that each checkpoint of the run saves for the next start. ``origin``: the folder that
-    ``checkpoint.resume`` names, or for ``never`` the launch of torchrun. ``content``: the digests
-    of rows and files by name."""
+    """Facts that each checkpoint of this run saves, for comparison at the next start. ``origin`` is
+    the checkpoint folder that ``checkpoint.resume`` names; with ``never`` it identifies the launch
+    of torchrun. ``content`` has the digests of dataset rows and files by name."""
     state: dict[str, Any]
-    """State of the checkpoint (``trainer/state.json``); empty from scratch."""
+    """State from the checkpoint's ``trainer/state.json``; empty if the run starts from scratch."""
     changes: list[tuple[str, Any, Any]]
-    """``(key, old, new)`` of each difference from the checkpoint's run that
-    ``checkpoint.accept_changes`` accepts."""
+    """``(key, old, new)`` of each setting or file that has changed since the checkpoint was saved.
+    ``checkpoint.accept_changes=true`` allows these changes."""
 
 
 def find_checkpoint(config: Config, lock: Lock) -> tuple[Path | None, str | None]:
-    """Return the checkpoint to continue from (None: from scratch) and the origin of the run; lock
-    ``output_dir`` if it exists.
+    """Choose the checkpoint to start from, and lock ``output_dir`` if it exists.
 
-    ``checkpoint.resume=FOLDER`` starts from that checkpoint once. The same command, started again
-    after an interruption, continues the run that it started. ``checkpoint.resume=never`` continues
-    in the same way when torchrun restarts its processes.
+    ``checkpoint.resume=FOLDER`` starts a new run from the checkpoint in FOLDER. The same command,
+    started again after an interruption, continues this run from the newest checkpoint in
+    ``output_dir``. ``checkpoint.resume=never`` starts from scratch. If torchrun then restarts its
+    processes, they continue the run.
+
+    Returns:
+        The checkpoint's folder (None to start from scratch), and the ``origin`` of
+        :class:`StartPoint` (None with ``auto``, and with ``never`` without torchrun).
 
     Raises:
-        ConfigError: if that folder is not a valid checkpoint, or ``output_dir`` is in use or cannot
-            be written.
+        ConfigError: if FOLDER is not a valid checkpoint, if ``auto`` finds only broken checkpoints,
+            or if ``output_dir`` is in use or cannot be written.
     """
     output = Path(config.output_dir)
     resume = config.checkpoint.resume
@@ -122,7 +130,7 @@ def find_checkpoint(config: Config, lock: Lock) -> tuple[Path | None, str | None
         recover(output)
     newest = find_newest_valid(output)
     if resume == "auto":
-        # Starting from scratch would silently lose the run.
+        # Starting from scratch would silently lose the training so far.
         if not newest and list_checkpoints(output):
             raise ConfigError(
                 f"no checkpoint in {output} is valid: checkpoint.resume=never starts anew"
@@ -133,7 +141,8 @@ def find_checkpoint(config: Config, lock: Lock) -> tuple[Path | None, str | None
     origin = None
     if resume == "never":
         launch = os.environ.get("TORCHELASTIC_RUN_ID")
-        # Launches may share an id (--rdzv-id), but not torchrun's process, which restarts ranks.
+        # Two launches may have the same id (--rdzv-id), but not the same torchrun process. This
+        # process restarts the ranks, and stays.
         if launch:
             origin = f"torchrun {launch}, process {os.getppid()}"
     else:
@@ -156,23 +165,25 @@ def content_digests(
     reference_path: str | None,
     user_files: dict[str, str],
 ) -> dict[str, str]:
-    """Return digests of the files that a continued run reads again, by name: models, and code of
-    the user. The digest of a model of the Hub is its commit.
+    """Return the digests, by name, of models and of the user's code files, which a continued run
+    reads again. The digest of a model from the Hub is its commit.
 
     Args:
         model_path: folder or Hub id of ``model.name_or_path``.
-        rewards: with loaded functions. Functions that a program passes have no digest.
+        rewards: runner that has loaded the reward functions. A function that a program passes has
+            no digest.
         reference_path: folder or Hub id of ``model.reference``; None if the reference is the model
             that training starts from.
-        user_files: source files of tools, environments, loss and advantages, by their names in
-            messages.
+        user_files: paths of the source files of tools, environments, loss and advantages, by the
+            names that messages show.
     """
-    # By the names in the configuration: paths differ between machines.
+    # The keys are the names in the configuration, since paths differ between machines.
     model = config.model
     model_paths = {
         model.adapter: model.adapter,
         model.reference: reference_path,
-        # Last: a reference of this name has no path of its own while beta is 0.
+        # The model is the last entry, so that it replaces a reference of the same name: with beta
+        # 0, reference_path is None.
         model.name_or_path: model_path,
     }
     digests = {}
@@ -185,15 +196,18 @@ def content_digests(
 
 
 def read_start_point(config: Config, folder: Path | None, facts: dict[str, Any]) -> StartPoint:
-    """Read the state of the checkpoint in ``folder``; None: start from scratch.
+    """Read the state of the checkpoint in ``folder``, and compare the settings. With None for
+    ``folder`` the run starts from scratch.
 
     Raises:
-        ConfigError: with the settings and files that differ from the checkpoint's, unless
-            ``checkpoint.accept_changes``.
+        ConfigError: if a setting or file differs from the run that saved the checkpoint, unless
+            ``checkpoint.accept_changes`` is true; or if only one of the two runs trains a LoRA
+            adapter.
     """
     if folder is None:
         return StartPoint(None, facts, {}, [])
-    # First, because no accept_changes makes weights of one kind fit the other.
+    # This check comes first: accept_changes cannot help, since an adapter does not fit a run that
+    # trains all weights, nor the reverse.
     if is_adapter(folder) != config.uses_lora:
         kind = "all weights" if config.uses_lora else "a LoRA adapter"
         raise ConfigError(f"{folder} holds {kind}, unlike this run: set lora.rank as it was")
@@ -206,10 +220,10 @@ def read_start_point(config: Config, folder: Path | None, facts: dict[str, Any])
             "use another output_dir, the old values, or checkpoint.accept_changes=true"
         )
     if not is_in_output_dir(folder, config):
-        # A branch of a run in another folder. The earlier run keeps its wandb run and its best
-        # checkpoint, which this run could neither continue nor delete.
+        # This run is a branch of a run in another folder. The earlier run keeps its wandb run and
+        # its best checkpoint, which this run must not continue or delete.
         state = state | {"best": None, "wandb_run_id": None}
-    # Continued with `auto`, a run still is the one that an earlier command has started.
+    # A run that `auto` continues keeps the origin that an earlier command gave it.
     facts["origin"] = facts["origin"] or state["origin"]
     return StartPoint(folder, facts, state, changes)
 
@@ -224,8 +238,8 @@ def _differences(
     state: dict[str, Any],
     content: dict[str, str],
 ) -> list[tuple[str, Any, Any]]:
-    """Return ``(key, old, new)`` for each setting, and for the content of rows and files, that must
-    not change and does."""
+    """Return ``(key, old, new)`` for each setting that has changed but must not, and for each file
+    or dataset whose content has changed."""
     old_values = flat(state["config"])
     new_values = settings_except("may change when a run continues", config)
     for name in sorted(state["content"].keys() | content.keys()):
@@ -235,7 +249,8 @@ def _differences(
         new_values[key] = content.get(name, "missing")[:12]
     changes = []
     for key, new in new_values.items():
-        # A key that is newer than the checkpoint counts as changed: its default may not be neutral.
+        # A key that is newer than the checkpoint counts as changed: its default may change
+        # training.
         old = old_values.get(key, "missing")
         if old != new:
             changes.append((key, old, new))
@@ -243,15 +258,15 @@ def _differences(
 
 
 def start_output(config: Config, start_checkpoint: Path | None, lock: Lock) -> None:
-    """Create and lock ``output_dir``, move aside the files that this run does not continue, and
-    write the configuration."""
+    """Create and lock ``output_dir``, move the files that this run does not continue into
+    ``previous-<n>/``, and write ``config.yaml``."""
     output = Path(config.output_dir)
     output.mkdir(parents=True, exist_ok=True)
     lock.acquire(output)
     not_continued = []
     if start_checkpoint is not None and is_in_output_dir(start_checkpoint, config):
-        # Later checkpoints are broken, or of steps that this run computes again. The next start
-        # with `auto` must not continue from them.
+        # Later checkpoints are broken, or belong to steps that this run computes again. The next
+        # start with `auto` must not continue from a later checkpoint.
         start_step = read_state(start_checkpoint)["step"]
         for step, folder in list_checkpoints(output):
             if step > start_step:
@@ -259,7 +274,7 @@ def start_output(config: Config, start_checkpoint: Path | None, lock: Lock) -> N
     else:
         for pattern in RUN_FILE_PATTERNS:
             not_continued += output.glob(pattern)
-    # Moved, not deleted: they may be the result of days of training.
+    # The files are moved, not deleted: they may be the result of days of training.
     if not_continued:
         earlier = list(output.glob("previous-*"))
         aside = output / f"previous-{len(earlier) + 1}"

@@ -15,38 +15,41 @@ from grpo.telemetry.reporter import Reporter
 
 @dataclass
 class Progress:
-    """Progress of a run: the values that a checkpoint must save beside weights, optimizer and
-    reference. Their names are those in ``trainer/state.json``."""
+    """Progress of a run: the values that a checkpoint saves in addition to the tensors. The fields
+    have the same names in ``trainer/state.json``."""
 
     step: int = 0
     """Number of complete steps."""
     num_tokens: int = 0
     """Prompt and completion tokens of all steps, summed over ranks."""
     skipped_in_a_row: int = 0
-    """Optimizer updates that were skipped in a row because a gradient was not finite."""
+    """Number of consecutive updates, up to the newest, that were skipped because a gradient was not
+    finite."""
     before: dict[str, float] | None = None
-    """Metrics of the evaluation before training."""
+    """Metrics of the evaluation before training; None without this evaluation."""
     best: dict[str, Any] | None = None
-    """``{"step", "value"}`` of the best evaluation by ``checkpoint.keep_best``."""
+    """``{"step", "value"}`` of the evaluation with the highest value of the metric
+    ``checkpoint.keep_best``."""
     line: dict[str, Any] | None = None
-    """Metrics of the newest step. ``metrics.jsonl`` may lack them, if the disk was full."""
+    """Metrics of the newest step. ``metrics.jsonl`` may lack these metrics, if the disk was
+    full."""
     evaluated_step: int | None = None
     """Step of the newest complete evaluation."""
     tokens_per_microbatch: int | None = None
-    """Lower limit that the dry run chose because the default of ``optim.tokens_per_microbatch``
-    does not fit in memory; else None."""
+    """Reduced limit that the dry run chose because the default of ``optim.tokens_per_microbatch``
+    does not fit in memory; None if the limit was not reduced."""
     tokens_in_flight: int | None = None
-    """Lower limit that the dry run chose because the default of ``rollout.tokens_in_flight`` does
-    not fit in memory; else None."""
-    # Without an annotation it is no field of the dataclass, so it is not saved.
+    """Reduced limit that the dry run chose because the default of ``rollout.tokens_in_flight`` does
+    not fit in memory; None if the limit was not reduced."""
+    # Without an annotation, `mid_update` is no field of the dataclass, so it is not saved.
     mid_update = False
-    """True from the first change of the weights in a step to its end. The weights then belong to no
-    step that could be saved."""
+    """True from the first update of the weights in a step until the step is complete. In between,
+    the weights belong to no complete step, so they must not be saved."""
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> "Progress":
-        """Return the progress that a checkpoint's state holds; for an empty state that of a new
-        run."""
+        """Return the progress in a checkpoint's state. For an empty state, return the progress of a
+        new run."""
         if not state:
             return cls()
         # The state holds facts of the run as well, such as its configuration.
@@ -61,7 +64,7 @@ class Progress:
 
 
 def how_to_continue(config: Config) -> str:
-    """Return the end of a message about a checkpoint: how the user continues the run."""
+    """Return the part of a message that says how the user continues the run from a checkpoint."""
     # The same command with `never` would start anew.
     setting = " with checkpoint.resume=auto" if config.checkpoint.resume == "never" else ""
     return f"the same command or call{setting} continues from there"
@@ -69,11 +72,12 @@ def how_to_continue(config: Config) -> str:
 
 @dataclass
 class Saver:
-    """Writer of the checkpoints of a run. A checkpoint is always of a complete step, never from the
-    middle of an update.
+    """Writer of the checkpoints of a run. A checkpoint holds the state after a complete step, never
+    the middle of an update.
 
     Under DDP the main rank has the full state and writes alone. Under FSDP all ranks write
-    together."""
+    together.
+    """
 
     config: Config
     world: World
@@ -86,7 +90,8 @@ class Saver:
 
     def __post_init__(self) -> None:
         self.saved_step = self.progress.step
-        """Step of the newest checkpoint, or of the start."""
+        """Step of the newest checkpoint; until the first save, the step at which this process
+        started."""
         # Under FSDP saving is a collective, which no rank can do alone after a failure.
         self.is_collective = (
             self.config.runtime.parallel == "fsdp" and not self.world.is_single_process
@@ -96,13 +101,15 @@ class Saver:
         """Save at the last step, every ``save_steps`` steps, and after the best evaluation so far.
 
         Args:
-            evaluation: metrics of the evaluation at this step; empty if there was none.
+            evaluation: metrics of the evaluation at this step; empty if this step had no
+                evaluation.
         """
         settings = self.config.checkpoint
         progress = self.progress
         step = progress.step
         best = progress.best
-        # NaN if the evaluation has no such metric: no comparison with it is true.
+        # NaN if the evaluation lacks this metric. Comparisons with NaN are False, so the step is
+        # not the best.
         value = evaluation.get(settings.keep_best, math.nan)
         is_best = value > (best["value"] if best else -math.inf)
         if is_best:
@@ -112,18 +119,19 @@ class Saver:
             self.save()
 
     def save(self, folder: Path | None = None) -> None:
-        """Write a checkpoint of the newest complete step. All ranks call it, and an error on one
-        rank is raised on all.
+        """Write a checkpoint of the newest complete step. All ranks call this method, and an error
+        on one rank is raised on all ranks.
 
         Args:
-            folder: folder in place of ``output_dir``.
+            folder: folder in which the checkpoint is written. Default: ``output_dir``.
         """
-        # A debug run shows whether everything works, and leaves nothing that a run could continue.
+        # A debug run only shows whether everything works. It leaves no checkpoint to continue from.
         if self.config.debug:
             return
         with self.world.timed("save", {}):
             if self.is_collective:
-                # It has votes of its own, and fail_together() may hold no collective.
+                # save_checkpoint() is a collective here, and collects errors from all ranks itself.
+                # fail_together() must not contain a collective.
                 self._write(folder)
             else:
                 with self.world.fail_together():
@@ -132,13 +140,13 @@ class Saver:
         self.saved_step = self.progress.step
 
     def save_newest(self) -> None:
-        """Write a checkpoint of the newest complete step, unless it is on disk already."""
+        """Write a checkpoint of the newest complete step, unless this step is on disk already."""
         if self.progress.step > self.saved_step:
             self.save()
 
     def try_saving(self) -> None:
-        """Save a checkpoint before the first step, and delete it: a model that cannot be saved, or
-        a full disk, must not show after hours of training."""
+        """Save a checkpoint before the first step, and delete it. So a model that cannot be saved,
+        or a full disk, shows before hours of training."""
         trial = Path(self.config.output_dir, ".partial-checkpoint-trial")
         try:
             self.save(trial)
@@ -147,9 +155,12 @@ class Saver:
                 shutil.rmtree(trial, ignore_errors=True)
 
     def rescue(self) -> str | None:
-        """Save the newest complete step after a failure, and return a note on it for the user.
+        """Save a checkpoint of the newest complete step after a failure, and return a message on it
+        for the user. Return None if there is nothing to save.
 
-        Only the main rank saves, without the others, which may hang or have ended."""
+        Only the main rank saves. It does not wait for the other ranks, which may hang or have
+        ended.
+        """
         step = self.progress.step
         if self.config.debug or not self.world.is_main or step == self.saved_step:
             return None
@@ -168,7 +179,7 @@ class Saver:
         state = dataclasses.asdict(progress) | self.facts
         state["wandb_run_id"] = self.reporter.wandb_run_id
         state["config"] = self.config.values_to_save()
-        # Under DDP the other ranks do not save: a vote in save_checkpoint() would wait for them.
+        # Under DDP the other ranks do not save, so save_checkpoint() must not wait for their votes.
         checkpoint.save_checkpoint(
             folder or self.config.output_dir,
             progress.step,

@@ -1,5 +1,5 @@
-"""The configuration of a run: its keys, how YAML and ``section.key=value`` fill them, and checks.
-Imports no torch."""
+"""Configuration of a run: its keys, their checks, and how YAML and ``section.key=value`` set the
+keys. The package does not import torch."""
 
 from grpo.config.algorithm import PRESETS, AlgorithmConfig
 from grpo.config.arguments import (

@@ -1,16 +1,17 @@
-"""Names for keys of the configuration in TRL and other trainers. docs/from_trl.md has all of
-TRL's."""
+"""Names that TRL and other trainers have for keys of the configuration. docs/from_trl.md has all
+names of TRL."""
 
-# Names that resemble their key are not listed: for any other name, unknown_key() suggests the key
-# with the most similar name.
+# A name that resembles its key is not listed: unknown_key() suggests the key with the most similar
+# name.
 OTHER_NAMES = {
-    # Sections, to which a user may give one value: train(model="Qwen/Qwen2.5-0.5B").
+    # Sections that a user may take for a key: train(model="Qwen/Qwen2.5-0.5B").
     "model": "model.name_or_path names the model",
     "lora": "lora.rank above 0 trains LoRA adapters",
     "args": "the settings of GRPOConfig are keys of the configuration: "
     "docs/from_trl.md names the key of each",
     "processing_class": "the tokenizer is that of model.name_or_path",
-    # Many have one key for two or three settings of TRL: none of them is lost without a word.
+    # Some keys replace two or three settings of TRL. All of these settings are listed, so that none
+    # is ignored silently.
     "lr": "optim.learning_rate",
     "warmup_ratio": "optim.warmup_steps",
     "lr_scheduler_kwargs": "optim.min_lr",
@@ -68,7 +69,7 @@ OTHER_NAMES = {
     "ddp_timeout": "runtime.timeout_s",
     "data_seed": "seed",
     # TRL counts the completions of one device in one accumulation step. Here problems are counted
-    # over all ranks, and a micro-batch is bounded by its tokens.
+    # over all ranks, and the tokens of a micro-batch are limited.
     "generation_batch_size": "rollout.prompts_per_step counts problems: "
     "generation_batch_size / num_generations",
     "per_device_train_batch_size": "rollout.prompts_per_step problems in all; "
@@ -103,5 +104,5 @@ OTHER_NAMES = {
     "vllm_importance_sampling_cap": "algorithm.sampler_correction_max",
     "multi_objective_aggregation": "algorithm.name=gdpo normalizes each reward before their sum",
 }
-"""Key to use instead, by name without its section; a sentence if one key alone does not replace
-it."""
+"""Key to use instead of each name, or a sentence if no single key replaces the name. Names are
+listed without their section."""

@@ -19,7 +19,7 @@ from grpo.config.secrets import masked
 
 
 class ConfigError(ValueError):
-    """A mistake of the user in the configuration; the message says what would work."""
+    """A mistake of the user in the configuration. The message says what would work."""
 
 
 def load_config(
@@ -35,9 +35,9 @@ def load_config(
 
     Args:
         argv: command line arguments, without the program's name.
-        default_file: YAML file that is read, with a note on the console, if ``argv`` names none.
-        default_values: nested values to begin with if there is no file. Default: those of the
-            schema.
+        default_file: YAML file that is read, with a note on the console, if ``argv`` names no file.
+        default_values: nested values to begin with if there is no file. Default: the defaults of
+            the schema.
 
     Raises:
         ConfigError: with one line per mistake.
@@ -56,7 +56,7 @@ def load_config(
     source = options.config
     if source is None and default_file is not None:
         source = os.path.relpath(default_file)
-        # torchrun starts this program once per rank, before any rank knows of the others.
+        # torchrun starts this program once per rank, and ranks do not communicate yet.
         if os.environ.get("RANK", "0") == "0":
             print(f"config    {source}, since there is no --config", flush=True)
     if source is None:
@@ -74,7 +74,7 @@ def load_config(
         value = _parse_value(key, text)
         changes.append({key: value})
     config = make_config(source, *changes)
-    # The values of --debug are bounds, which depend on the values that were set.
+    # --debug lowers values that were set, so the values are read first.
     if options.debug:
         config = make_config(config, debug_changes(config))
         config._debug = True
@@ -89,8 +89,8 @@ def make_config(
 
     Args:
         source: a mapping, nested or with dotted keys (``{"optim.max_steps": 5}``), a YAML file, or
-            a configuration. None: the defaults.
-        more: mappings of the same form. The values of a later one win.
+            a configuration. None stands for the defaults.
+        more: mappings of the same form. A later mapping overrides an earlier one.
 
     Raises:
         ConfigError: with one line per mistake.
@@ -99,7 +99,8 @@ def make_config(
     if isinstance(source, str | os.PathLike):
         source = read_config_file(source)
     if isinstance(source, Config):
-        # Only values of the user: those that a preset or another key implied follow anew.
+        # Only the values that the user set are taken. Values that a preset or another key implied
+        # are computed again.
         start = source.user_values
         is_debug = source.debug
     else:
@@ -114,7 +115,8 @@ def make_config(
 
 
 def _merge(mapping: Mapping[str, Any], values: dict[str, Any]) -> None:
-    """Write a mapping, nested or with dotted keys, into nested values."""
+    """Merge a mapping, nested or with dotted keys, into the nested dictionary ``values`` in
+    place."""
     for key, value in mapping.items():
         *sections, leaf = str(key).split(".")
         inner = values
@@ -122,11 +124,11 @@ def _merge(mapping: Mapping[str, Any], values: dict[str, Any]) -> None:
             inner = inner.setdefault(section, {})
             if not isinstance(inner, dict):
                 raise ConfigError(f"{section} is a section: write {section}.KEY=VALUE")
-        # pydantic does not take a Path for a text.
+        # pydantic does not accept a Path as a text.
         if isinstance(value, os.PathLike):
             value = os.fspath(value)
-        # A mapping changes the keys that it has: `rollout={top_k: 5}` keeps the other keys of the
-        # section that the file has set.
+        # A mapping changes only the keys in it: `rollout={top_k: 5}` keeps the other keys of the
+        # section, which a file may have set.
         if isinstance(value, Mapping) and isinstance(inner.get(leaf, {}), dict):
             _merge(value, inner.setdefault(leaf, {}))
         else:
@@ -144,16 +146,20 @@ def _validate(values: dict[str, Any]) -> Config:
 
 
 def _user_values_of(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that the user had set in a saved configuration, its entry ``given``.
+    """Return the values that the user set. A saved configuration has them in its entry ``given``;
+    without this entry all values count as set by the user.
 
-    Without this entry all values count as set. ConfigError if the other values are not those that
-    follow from the entry: nobody can tell which of the two the user means."""
+    Raises:
+        ConfigError: if other values in the saved configuration do not follow from ``given``. The
+            user may have edited only one of the two parts.
+    """
     nested = {}
     _merge(values, nested)
     user_values = nested.pop("given", None)
     if user_values is None:
         return nested
-    # The entry alone counts too. Both are there in config.yaml, whose reader may have changed one.
+    # A file may have the entry alone. config.yaml has the entry and all values, and the user may
+    # have changed only one of the two.
     if nested and _validate(nested) != _validate(user_values):
         raise ConfigError(
             "values differ from those that follow from the entry `given`: "
@@ -163,8 +169,8 @@ def _user_values_of(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _parse_value(key: str, text: str) -> Any:
-    """Return the value of ``key=text`` on the command line: text for a key that takes text alone,
-    else YAML."""
+    """Return the value in ``key=text`` on the command line. A key that takes only text gets
+    ``text`` itself; for other keys, and for quoted text, ``text`` is read as YAML."""
     field = keys_of(Config).get(key)
     type_text = type_name(field.annotation) if field else ""
     takes_text = type_text in ("str", "str | none")
@@ -176,14 +182,14 @@ def _parse_value(key: str, text: str) -> Any:
 
 
 def mask_command_line() -> None:
-    """Mask the secrets of ``section.key=value`` in ``sys.argv``."""
-    # In place: wandb and starts.jsonl record the command line from there.
+    """Mask the secrets in arguments ``section.key=value`` of ``sys.argv``, in place."""
+    # wandb and starts.jsonl record the command line from sys.argv.
     sys.argv[:] = map(mask_secrets, sys.argv)
 
 
 def mask_secrets(argument: str) -> str:
-    """Return an argument of the command line, with secrets masked if it is
-    ``section.key=value``."""
+    """Return an argument of the command line. If the argument is ``section.key=value``, secrets in
+    the value are masked."""
     key, _, text = argument.partition("=")
     if key.split(".")[0] not in Config.model_fields:
         return argument
@@ -196,7 +202,7 @@ def mask_secrets(argument: str) -> str:
 
 
 def read_config_file(name: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the values of a YAML file; a ``ConfigError`` names the file and the mistake in it."""
+    """Return the values of a YAML file. A ``ConfigError`` names the file and the mistake in it."""
     text = Path(name).expanduser().read_text(encoding="utf-8")
     values = read_yaml(text, str(name)) or {}
     if not isinstance(values, dict):
@@ -206,7 +212,8 @@ def read_config_file(name: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def read_yaml(text: str, source: str) -> Any:
-    """Return the value of a YAML text; a ``ConfigError`` names ``source``, line and problem."""
+    """Return the value of a YAML text. A ``ConfigError`` names ``source``, the line and the
+    problem."""
     try:
         return yaml.load(text, Loader=_Loader)
     # Deeply nested brackets exhaust the parser's stack.
@@ -216,13 +223,13 @@ def read_yaml(text: str, source: str) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML in which a repeated key is an error. PyYAML would ignore the first value."""
+    """Safe YAML loader that refuses a repeated key. PyYAML would silently take the last value."""
 
     def construct_mapping(self, node, deep=False):
         keys = set()
         for key_node, _ in node.value:
             key = key_node.value
-            # `<<` merges another mapping, and may stand there several times.
+            # `<<` merges another mapping, and may occur several times in a mapping.
             is_merge = key_node.tag == "tag:yaml.org,2002:merge"
             if key in keys and not is_merge:
                 problem = f"key {key!r} is there twice"
@@ -231,7 +238,7 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-# YAML 1.1, which PyYAML reads, takes 1e-6 for text: it wants a dot and a sign, 1.0e-6.
+# PyYAML reads YAML 1.1, in which 1e-6 is a text: a float needs a dot and a sign, 1.0e-6.
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"),
@@ -246,17 +253,18 @@ def config_of_models(
     *,
     default_values: dict[str, Any] | None = None,
 ) -> tuple[Config, Path | None]:
-    """Return the configuration for a command that takes models, and the file that holds the
-    configuration of their run.
+    """Return the configuration for a command that takes models, and the saved file that it comes
+    from.
 
-    The file is None with ``config_file``, and if no model is of a run.
+    A model may be a checkpoint or the output folder of a run. The configuration of that run is then
+    read. The file is None with ``config_file``, and if no model belongs to a run.
 
     Args:
-        models: folders or Hub ids. The run that wrote the first one that is of a run counts.
-        config_file: argument of ``--config``. Default: the configuration of that run.
+        models: folders or Hub ids. The first model that belongs to a run determines the run.
+        config_file: value of ``--config``. Default: the configuration of the run.
         overrides: arguments ``section.key=value``.
-        default_values: nested values to begin with if there is neither. Default: those of the
-            schema.
+        default_values: nested values to begin with if there is neither a ``config_file`` nor a run.
+            Default: the defaults of the schema.
     """
     if config_file is not None:
         return load_config(["--config", config_file, *overrides]), None
@@ -265,7 +273,7 @@ def config_of_models(
         run = folder
         if folder.name.startswith("checkpoint-"):
             run = folder.parent
-        # A checkpoint has the configuration of its run, also where it was moved or copied.
+        # A checkpoint has the configuration of its run, even if the checkpoint was moved or copied.
         file = folder / "trainer" / "state.json"
         values = None
         if file.is_file():
@@ -275,6 +283,6 @@ def config_of_models(
             if file.is_file():
                 values = read_config_file(file)
         if values is not None:
-            # Paths of a moved run: its output_dir is where it lies now.
+            # The folder of the run may have been moved: output_dir is where the folder lies now.
             return load_config([f"output_dir={run}", *overrides], default_values=values), file
     return load_config(overrides, default_values=default_values), None

@@ -1,4 +1,4 @@
-"""Settings by key, and where their values may differ: between ranks, or when a run continues."""
+"""Settings by key, and which settings may differ between ranks or change when a run continues."""
 
 from pathlib import Path
 from typing import Any
@@ -7,13 +7,13 @@ from grpo.config.config import Config
 from grpo.config.help import keys_of
 
 MAY_DIFFER = {
-    # Paths, addresses and devices. The contents of files are compared instead of their paths.
+    # Paths, addresses and devices. Instead of paths, the contents of files are compared.
     "may differ between the machines of a run": """
         output_dir model.name_or_path model.adapter model.reference data.dataset data.eval_dataset
         rollout.server rollout.vllm_command rollout.weights_folder checkpoint.resume runtime.device
         runtime.threads_per_rank
     """,
-    # Keys that say where, how fast or how long a run is computed, and what is saved of it: training
+    # Keys that say where, how fast or how long a run computes, and what the run saves: training
     # stays the same up to rounding. Evaluations change no weight. Options of vLLM's servers can
     # change what is sampled, but a server may have to be replaced.
     "may change when a run continues": """
@@ -24,8 +24,8 @@ MAY_DIFFER = {
         runtime.deterministic runtime.threads_per_rank runtime.try_largest_step
     """,
 }
-"""Keys, and sections with all their keys, whose values may differ. A new key may not, until it
-stands here."""
+"""Keys whose values may differ, for each situation. The name of a section stands for all its keys.
+A key that is not listed must not differ."""
 
 
 def flat(value: Any, key: str = "") -> dict[str, Any]:
@@ -41,8 +41,8 @@ def flat(value: Any, key: str = "") -> dict[str, Any]:
 
 
 def settings_except(entry: str, config: Config) -> dict[str, Any]:
-    """Return the settings by key, as they are written to files, except those of this entry of
-    ``MAY_DIFFER``."""
+    """Return the settings by key, with secrets masked, except the settings that
+    ``MAY_DIFFER[entry]`` lists."""
     exceptions = MAY_DIFFER[entry].split()
     settings = {}
     for key, value in flat(config.masked_values()).items():

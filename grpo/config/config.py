@@ -1,5 +1,5 @@
-"""The configuration of a run: all sections, values that other settings imply, checks between
-sections, ``--debug``."""
+"""Configuration of a run: all sections, values that other settings imply, checks across sections,
+``--debug``."""
 
 import math
 from operator import attrgetter
@@ -13,15 +13,15 @@ from grpo.config.algorithm import AlgorithmConfig
 from grpo.config.secrets import masked
 
 ENVIRONMENT_ROWS = "environment:prompts"
-"""The value of ``data.dataset`` if prompts come from the reset of an environment, and rows are
-seeds."""
+"""Value of ``data.dataset`` if the reset of an environment makes the prompts. The rows of the
+dataset are then seeds."""
 
 
 class Config(schema.Section):
     output_dir: schema.Folder = "runs/default"
     """Folder of the run: config.yaml, metrics.jsonl, completions/, checkpoint-<step>/."""
     seed: int = Field(0, ge=0, lt=2**63)
-    """All random numbers of the run are derived from this one."""
+    """All random numbers of the run are derived from this seed."""
     model: schema.ModelConfig = schema.ModelConfig()
     lora: schema.LoraConfig = schema.LoraConfig()
     data: schema.DataConfig = schema.DataConfig()
@@ -29,13 +29,13 @@ class Config(schema.Section):
     """Functions that the model may call (docs/tools.md): a list of {name, args}, or of names
     alone."""
     tools_format: Literal["auto", "tags"] = "auto"
-    """Form of calls. auto: the form of the tokenizer's response template; without such a template,
-    the form in which the chat template writes calls, and tags. tags: the tool's only argument
-    between <NAME> and </NAME>, or {"name": .., "arguments": {..}} between <tool_call> and
+    """Format of the model's tool calls. auto: the format of the tokenizer's response template;
+    without a response template, tags and the format of the chat template. tags: the tool's only
+    argument between <NAME> and </NAME>, or {"name": .., "arguments": {..}} between <tool_call> and
     </tool_call>."""
     environment: str | None = None
-    """Class of an environment (path/to/file.py:Class), of TRL's form or with reset and step.
-    Default: no environment."""
+    """Class of an environment (path/to/file.py:Class), either in TRL's form or with the methods
+    reset and step. Default: no environment."""
     reward: schema.RewardConfig = schema.RewardConfig()
     rollout: schema.RolloutConfig = schema.RolloutConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
@@ -55,7 +55,7 @@ class Config(schema.Section):
 
     @property
     def uses_turns(self) -> bool:
-        """True if completions may have several turns."""
+        """True if completions may have several turns, with tool results in between."""
         return bool(self.tools or self.environment)
 
     @property
@@ -65,7 +65,7 @@ class Config(schema.Section):
 
     @property
     def user_values(self) -> dict[str, Any]:
-        """Nested values that the user set, without those that a preset or another key implies."""
+        """Nested values that the user set, without values that a preset or another key implies."""
         values = self.model_dump(exclude_unset=True)
         reward = values.get("reward", {})
         if "functions" in reward:
@@ -74,13 +74,13 @@ class Config(schema.Section):
         return values
 
     def masked_values(self) -> dict[str, Any]:
-        """Return the values as they are written to files and sent to wandb: JSON types, secrets
-        masked."""
+        """Return all values by section in JSON types, with secrets masked. This is what files and
+        wandb get."""
         return masked(self.model_dump(mode="json"))
 
     def values_to_save(self) -> dict[str, Any]:
-        """Return :meth:`masked_values` with :attr:`user_values` as the entry ``given``, from which
-        a later run begins."""
+        """Return :meth:`masked_values`, with :attr:`user_values` in the entry ``given``. A run with
+        the saved file as ``--config`` begins from this entry."""
         # Converted only here: make_config needs the Python types of user_values, because a reward's
         # argument may be a tuple, or a mapping with integer keys.
         user_values = to_jsonable_python(self.user_values)
@@ -92,15 +92,16 @@ class Config(schema.Section):
             name, leaf = key.split(".")
             section = getattr(self, name)
             changed = section.model_copy(update={leaf: value})
-            # An implied value does not count as set by the user: it follows anew in a later run.
+            # An implied value does not count as set by the user: a later run computes it again.
             changed.model_fields_set.intersection_update(section.model_fields_set)
             object.__setattr__(self, name, changed)  # a plain assignment is refused
         return self
 
     @model_validator(mode="after")
     def _check_sections_together(self) -> Self:
-        """ValueError for a mistake that concerns several keys; the message says what would work."""
-        # Validators run in the order of this class: the values here include the implied ones.
+        """Raise a ValueError if settings of several keys do not fit together. The message says what
+        would work."""
+        # Validators run in the order of this class, so the implied values are set by now.
         algorithm = self.algorithm
         data = self.data
         optim = self.optim
@@ -154,23 +155,24 @@ class Config(schema.Section):
             raise ValueError(
                 "data.prompt_template takes no system_prompt, question_template and few_shot"
             )
-        # transformers has a minimum for this schedule alone: any other would become a cosine.
+        # transformers has a minimum for the cosine schedule alone. Any other schedule would become
+        # a cosine.
         is_cosine = optim.lr_scheduler_type in ("cosine", "cosine_with_min_lr")
         if optim.min_lr is not None and not is_cosine:
             raise ValueError(
                 f"optim.min_lr needs lr_scheduler_type=cosine, got {optim.lr_scheduler_type}"
             )
-        # Such a schedule would rise.
+        # A schedule with a minimum above its peak would rise.
         if (optim.min_lr or 0) > optim.learning_rate:
             raise ValueError(
                 f"optim.min_lr={optim.min_lr} is above optim.learning_rate={optim.learning_rate}"
             )
-        # DDP would ignore them, and a model that needs them would run out of memory.
+        # DDP would ignore these settings, and a model that needs them would run out of memory.
         needs_fsdp = runtime.shard_size or runtime.offload != "none"
         if needs_fsdp and runtime.parallel != "fsdp":
             raise ValueError("runtime.shard_size and runtime.offload need runtime.parallel=fsdp")
-        # An adapter is a product of matrices, and the average of two is no such product. Another
-        # reference model has no adapter that could be replaced.
+        # An adapter is a product of two matrices, and the average of two adapters is no such
+        # product. Another reference model has no adapter to replace.
         moves_adapter = self.uses_lora and algorithm.ref_sync_steps > 0
         if moves_adapter and (algorithm.ref_sync_alpha != 1 or self.model.reference):
             raise ValueError(
@@ -181,8 +183,7 @@ class Config(schema.Section):
 
 
 def _implied_values(config: Config) -> dict[str, Any]:
-    """Return the values that follow from other keys, by key. A key that the user set keeps its
-    value."""
+    """Return the values that other keys imply, by key. A key that the user set keeps its value."""
     data = config.data
     algorithm = config.algorithm
     sets_rewards = "functions" in config.reward.model_fields_set
@@ -199,8 +200,9 @@ def _implied_values(config: Config) -> dict[str, Any]:
         if "correct_above" not in config.eval.model_fields_set:
             implied["eval.correct_above"] = 0.99
 
-    # vLLM computes other log-probs than the trainer: truncated weights (TIS) correct them. The
-    # objective dppo_tv compares with the sampler's own probabilities.
+    # vLLM computes other log-probs than the trainer: truncated weights (TIS) correct the
+    # difference. The objective dppo_tv needs no correction, since it compares with the sampler's
+    # probabilities.
     sets_correction = "sampler_correction" in algorithm.model_fields_set
     if config.rollout.engine == "vllm" and algorithm.objective != "dppo_tv" and not sets_correction:
         implied["algorithm.sampler_correction"] = "token_truncate"
@@ -212,17 +214,19 @@ def _implied_values(config: Config) -> dict[str, Any]:
     length = config.rollout.max_completion_length
     if algorithm.name == "dapo" and functions and "soft_overlong" not in names and length >= 5:
         args = {"max_length": length, "cache_length": length // 5}
-        # Without fields that count as set, user_values can tell it from the user's functions.
+        # No field of this entry counts as set. So user_values can tell the entry from the user's
+        # functions.
         punishment = schema.RewardFunction.model_construct(set(), name="soft_overlong", args=args)
         implied["reward.functions"] = [*functions, punishment]
     return implied
 
 
 def check_world_size(config: Config, world_size: int) -> None:
-    """Check that ``world_size`` processes can share the problems of a step evenly.
+    """Check that ``world_size`` processes can share a step evenly, and that ``runtime`` and
+    ``--debug`` allow so many processes.
 
     Raises:
-        ValueError: with the numbers that fit.
+        ValueError: if ``world_size`` does not fit. The message names the setting to change.
     """
     prompts = config.rollout.prompts_per_step
     minibatches = config.algorithm.num_minibatches
@@ -235,12 +239,12 @@ def check_world_size(config: Config, world_size: int) -> None:
             f"algorithm.num_minibatches={minibatches}: "
             f"use prompts_per_step={prompts // unit * unit + unit}"
         )
-    # A process that is alone shards nothing, so that a configuration of several can be tried on it.
+    # A single process shards nothing. So a configuration for several processes can be tried on one.
     if runtime.shard_size and world_size > 1 and world_size % runtime.shard_size:
         raise ValueError(
             f"runtime.shard_size={runtime.shard_size} does not divide {world_size} processes"
         )
-    # FSDP offloads, and one process trains without it: the model would stay on the GPU.
+    # Only FSDP offloads, and one process trains without FSDP: the model would stay on the GPU.
     if world_size == 1 and runtime.offload != "none" and not config.debug:
         raise ValueError(f"runtime.offload={runtime.offload} needs at least 2 processes")
     if config.debug and world_size > 1:
@@ -260,7 +264,7 @@ DEBUG_VALUES = {
     "logging.trackio": False,
     "logging.tensorboard": False,
 }
-"""Values of keys with ``--debug``."""
+"""Values that ``--debug`` gives to keys."""
 DEBUG_UPPER_BOUNDS = {
     "rollout.prompts_per_step": 2,
     "rollout.num_generations": 4,
@@ -272,7 +276,7 @@ DEBUG_UPPER_BOUNDS = {
     "eval.max_samples": 4,
     "logging.every": 1,
 }
-"""Upper bounds of values with ``--debug``. A key without a value gets its bound."""
+"""Upper bounds of keys with ``--debug``. A key without a value gets the bound as its value."""
 
 
 def debug_changes(config: Config) -> dict[str, Any]:

@@ -33,26 +33,26 @@ NO_EFFECT_WITH = {
     # A new run has nothing that could have changed.
     "checkpoint.resume=never": "checkpoint.accept_changes",
 }
-"""Keys without effect, by the setting ``key=value`` that takes away their effect."""
+"""Keys that lose their effect, by the setting ``key=value`` that removes the effect."""
 GENERATED_PREFIXES = ("builtin:", "environment:", "python:")
-"""Beginnings of ``data.dataset`` for rows that are generated, or passed by a program."""
+"""Prefixes of ``data.dataset`` for rows that are generated, or passed by a program."""
 PREFIXES_WITHOUT_SPLITS = (*GENERATED_PREFIXES, "reasoning_gym:")
-"""Beginnings of ``data.dataset`` for rows that have no splits by name."""
+"""Prefixes of ``data.dataset`` for rows without named splits."""
 FILE_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
-"""Endings of ``data.dataset`` for files."""
+"""Suffixes of ``data.dataset`` for files."""
 
 
 def keys_without_effect(config: Config) -> dict[str, str]:
-    """Return the keys that the user changed without any effect, with the reason.
+    """Return the keys that the user changed and that have no effect, with the reason.
 
-    A key that has its default value is not among them, since it does no harm.
+    A key with its default value is left out, since it does no harm.
     """
     algorithm = config.algorithm
     data = config.data
     logging = config.logging
     objective = algorithm.objective
-    # dppo_tv applies the same keys to the sampler's probabilities, and an objective of the user may
-    # use them in any way.
+    # dppo_tv applies epsilon and epsilon_high to changes of probabilities, and a user's objective
+    # may use the keys in any way.
     clips_ratio = objective in ("clip", "cispo")
     # Dynamic sampling finds equal rewards by baseline and scale, also with a user's advantages.
     replaces_advantages = algorithm.advantages and not algorithm.dynamic_sampling
@@ -73,7 +73,7 @@ def keys_without_effect(config: Config) -> dict[str, str]:
             "algorithm.importance_level",
         ),
         (
-            # CISPO's weight has an upper bound alone, and epsilon is the default of that bound.
+            # CISPO's weight has only an upper bound, epsilon_high. Its default is epsilon.
             objective == "cispo" and algorithm.epsilon_high is not None,
             "with algorithm.objective=cispo and algorithm.epsilon_high",
             "algorithm.epsilon",
@@ -105,13 +105,13 @@ def keys_without_effect(config: Config) -> dict[str, str]:
             "data.train_split",
         ),
         (
-            # Unset, eval_split turns evaluations off with rows of any kind.
+            # eval_split=none turns evaluations off with rows of any kind.
             eval_rows.startswith(PREFIXES_WITHOUT_SPLITS) and data.eval_split,
             f"with rows of {eval_rows}",
             "data.eval_split",
         ),
         (
-            # It may be the configuration of eval_dataset.
+            # With eval_dataset, config_name may be the configuration of that dataset.
             is_local and not data.eval_dataset,
             f"with data.dataset={train_rows}",
             "data.config_name",
@@ -121,7 +121,7 @@ def keys_without_effect(config: Config) -> dict[str, str]:
             "without tools or environment",
             "tools_format rollout.max_turns rollout.max_tool_tokens",
         ),
-        # The servers of the user run already.
+        # Servers with given addresses run already, so no command starts them.
         (config.rollout.addresses, "with rollout.server=ADDRESS", "rollout.vllm_command"),
         (config.optim.max_steps, "with optim.max_steps", "optim.num_epochs"),
         (
@@ -135,14 +135,15 @@ def keys_without_effect(config: Config) -> dict[str, str]:
         if setting in NO_EFFECT_WITH:
             conditions.append((True, f"with {setting}", NO_EFFECT_WITH[setting]))
 
-    # Presets and other keys set such keys as well, which is no concern of the user's.
+    # Presets and other keys may set keys without effect too. The user is told only of keys that the
+    # user set.
     defaults = flat(Config().model_dump(mode="json"))
     user_values = flat(config.user_values)
     changed = [key for key, value in user_values.items() if value != defaults.get(key)]
     reasons = {}
     for holds, reason, keys in conditions:
         for key in keys.split():
-            # A key may have several reasons, of which the user is told the first.
+            # A key may have several reasons. The user is told the first one.
             if holds and key in changed:
                 reasons.setdefault(key, reason)
     return reasons

@@ -1,4 +1,4 @@
-"""Texts about keys: ``--help``, the key that a misspelt name resembles, and errors in values."""
+"""Texts about keys: ``--help``, suggestions for misspelt keys, and errors in values."""
 
 import difflib
 import types
@@ -26,14 +26,15 @@ Values are read as YAML.
 """
 
 KEYS_EPILOG = "The keys of the configuration: python train_grpo.py --help [SECTION or WORD]"
-"""Last line of ``--help`` of the commands that read a configuration."""
+"""Last line of the text that ``--help`` prints for commands that read a configuration."""
 
 
 def keys_of(model: type[BaseModel], prefix: str = "") -> dict[str, FieldInfo]:
     """Return every key of the configuration, written ``section.key``, with its pydantic field."""
     fields = {}
     for name, field in model.model_fields.items():
-        # By the default, since the annotation of a key may be a mapping or a list of models.
+        # A section is recognized by its default, since the annotation of a key may also be a
+        # mapping or a list of models.
         is_section = isinstance(field.default, BaseModel)
         if is_section:
             fields |= keys_of(type(field.default), f"{prefix}{name}.")
@@ -43,10 +44,12 @@ def keys_of(model: type[BaseModel], prefix: str = "") -> dict[str, FieldInfo]:
 
 
 def help_text(model: type[BaseModel], words: Sequence[str] = ()) -> str:
-    """Return the keys that contain one of the words, with type, default and meaning. Without words
-    return the usage and all keys.
+    """Return the text of ``--help``: the keys that contain one of the words, with type, default and
+    meaning. Without words, return the usage and all keys.
 
-    ValueError if no key contains one of the words."""
+    Raises:
+        ValueError: if no key contains one of the words.
+    """
     lines = []
     if not words:
         lines.append(USAGE)
@@ -56,7 +59,7 @@ def help_text(model: type[BaseModel], words: Sequence[str] = ()) -> str:
             continue
         type_text = type_name(field.annotation)
         default_text = as_yaml(field.default)
-        # The docstring under the key in the source, where it is wrapped for reading.
+        # The description is the docstring under the key, which is wrapped in the source.
         meaning = " ".join(field.description.split())
         lines.append(f"{key}  ({type_text}; default {default_text})")
         lines.append(f"    {meaning}")
@@ -70,7 +73,8 @@ def type_name(annotation: Any) -> str:
     ``list[str]``."""
     origin = typing.get_origin(annotation)
     arguments = typing.get_args(annotation)
-    # Bounds and functions of pydantic: an error in a value tells them.
+    # The annotation adds bounds and functions of pydantic. They are left out: an error in a value
+    # names them.
     if origin is typing.Annotated:
         return type_name(arguments[0])
     if origin is typing.Literal:
@@ -83,7 +87,7 @@ def type_name(annotation: Any) -> str:
 
 
 def as_yaml(value: Any) -> str:
-    """Return a value in one line, as the command line reads it."""
+    """Return a value as one line of YAML that the command line can read."""
     # YAML writes `null`, and the documents `none`.
     if value is None:
         return "none"
@@ -94,16 +98,16 @@ def as_yaml(value: Any) -> str:
 
 
 def unknown_key(key: str, keys: list[str], other_names: Mapping[str, str] = OTHER_NAMES) -> str:
-    """Return the message for a key that does not exist; it names the key that was probably
+    """Return the message for a key that does not exist. The message names the key that was probably
     meant."""
     leaf = key.rpartition(".")[2]
     suggestion = other_names.get(leaf)
-    # A misspelt name, or a right one in a wrong section.
+    # The name may be misspelt, or right but in a wrong section.
     if suggestion is None:
         sections = [name.partition(".")[0] for name in keys]
         full_names = {}
-        # A later entry replaces an earlier one: of keys with equal last parts the first one stays,
-        # and a section stays before them.
+        # A later entry replaces an earlier entry. So a section wins over keys that end in its name,
+        # and of several keys with the same end the first key wins.
         for name in [*reversed(keys), *sections]:
             full_names[name.rpartition(".")[2]] = name
         similar = difflib.get_close_matches(leaf, full_names, n=1, cutoff=0.72)
@@ -116,7 +120,7 @@ def unknown_key(key: str, keys: list[str], other_names: Mapping[str, str] = OTHE
 
 
 def explain(error: Mapping[str, Any], keys: list[str]) -> str:
-    """Return one of pydantic's errors in one line: the key, the value and what would work."""
+    """Return an error of pydantic as one line: the key, the value and what would work."""
     key = ".".join(map(str, error["loc"]))
     message = error["msg"].removeprefix("Value error, ")
     if error["type"] == "extra_forbidden":
@@ -128,10 +132,11 @@ def explain(error: Mapping[str, Any], keys: list[str]) -> str:
             f"{key} is a section: {hint}; write {key}.KEY=VALUE, "
             f'or in Python {key}={{"KEY": VALUE}} (--help {key}: its keys)'
         )
-    # A check of several keys names them itself.
+    # The message of a check of several keys names the keys itself.
     if not key:
         return message
-    # The value has a secret in the middle of a text, where nothing would mask it.
+    # The value has a secret in the middle of a text, which masked() does not find. So the message
+    # has no value.
     if "is a secret" in message:
         return f"{key}: {message}"
     name = key.rpartition(".")[2]

@@ -1,5 +1,5 @@
-"""Ranks: starting them, sums and votes over them, DDP, FSDP2. The only package that imports
-``torch.distributed``.
+"""Distributed training: start of ranks, sums and votes over ranks, DDP, FSDP2. No other package
+imports ``torch.distributed``.
 
 All functions work under torchrun on GPUs (NCCL), under torchrun on the CPU (gloo), and in a single
 process.

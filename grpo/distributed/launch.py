@@ -20,23 +20,23 @@ if TYPE_CHECKING:  # sampling and scoring import this module, and do without pyd
 
 
 _PROCESS_GROUP_NUMBERS = itertools.count()
-"""Numbers of the process groups that this process joins one after another. All ranks join the same
-groups, so they agree on the numbers."""
+"""Counter of the process groups that this process joins, one after another. All ranks join the same
+groups, so a group has the same number on every rank."""
 
 
 def start_world(runtime: RuntimeConfig) -> World:
     """Read torchrun's environment, choose the device, divide the CPU cores among the ranks of this
     machine, and join the process group.
 
-    Without torchrun the world is this process alone, without a process group.
+    Without torchrun the world is this process alone, and there is no process group.
 
     Raises:
-        ValueError: if this rank has no device.
-        RuntimeError: by PyTorch, if the other ranks do not start within ``runtime.timeout_s``
+        ValueError: if this rank needs a GPU and cannot use one.
+        RuntimeError: from PyTorch, if the other ranks do not start within ``runtime.timeout_s``
             seconds.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        # Ranks would train on, or wait forever, when torchrun is killed.
+        # Otherwise ranks would continue to train, or wait forever, when torchrun is killed.
         end_with_parent(signal.SIGTERM)
     rank, size, local_rank, local_size = launch_environment()
     device = _choose_device(runtime.device, local_rank, local_size)
@@ -58,15 +58,16 @@ def start_world(runtime: RuntimeConfig) -> World:
         store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=connect_timeout))
         store.set_timeout(timeout)
         # torchrun's store still holds the entries of processes before a restart (--max-restarts),
-        # and of an earlier run of this process. A prefix keeps them apart.
+        # and of an earlier run of this process. A prefix keeps the new entries apart from the old
+        # ones.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         prefix = f"grpo/{attempt}/{next(_PROCESS_GROUP_NUMBERS)}"
         backend = "nccl" if device.type == "cuda" else "gloo"
         if backend == "nccl" and runtime.offload == "all":
             # The gradients lie in host memory, where NCCL cannot sum their norms.
             backend = "cpu:gloo,cuda:nccl"
-        # Return when all ranks have connected: gloo prints errors on a rank whose peer has ended
-        # before, for example with a user error.
+        # init_process_group() must return only when all ranks have connected. Otherwise gloo prints
+        # errors on a rank whose peer has already ended, for example with a user error.
         os.environ.setdefault("TORCH_DIST_INIT_BARRIER", "1")
         dist.init_process_group(
             backend,
@@ -88,9 +89,10 @@ def start_world(runtime: RuntimeConfig) -> World:
 
 def set_cpu_threads(runtime: RuntimeConfig, local_size: int = 1) -> None:
     """Set the number of CPU threads of this process: ``runtime.threads_per_rank``, else
-    ``OMP_NUM_THREADS``, else the cores of this machine divided by its ranks.
+    ``OMP_NUM_THREADS``, else the cores of this machine divided by the number of its ranks.
 
-    With several ranks ``OMP_NUM_THREADS=1`` does not count: torchrun sets it if the user has not.
+    With several ranks ``OMP_NUM_THREADS=1`` is ignored: torchrun sets this value if the user has
+    set none.
     """
     omp_num_threads = os.environ.get("OMP_NUM_THREADS")
     is_from_torchrun = local_size > 1 and omp_num_threads == "1"
@@ -105,11 +107,12 @@ def set_cpu_threads(runtime: RuntimeConfig, local_size: int = 1) -> None:
 
 def launch_environment() -> tuple[int, int, int, int]:
     """Return ``(rank, world size, local rank, local world size)`` from torchrun's environment
-    variables, ``(0, 1, 0, 1)`` without them."""
+    variables. Without these variables, return ``(0, 1, 0, 1)``."""
     rank = int(os.environ.get("RANK", 0))
     size = int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    # Launchers other than torchrun may not set it. A local rank of 3 means 4 ranks at least.
+    # Launchers other than torchrun may not set LOCAL_WORLD_SIZE. A local rank of 3 means at least 4
+    # ranks.
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     return rank, size, local_rank, max(local_size, local_rank + 1)
 
@@ -123,16 +126,16 @@ def available_cores() -> int:
 
 
 def _choose_device(setting: str, local_rank: int, local_size: int) -> torch.device:
-    """Return the GPU of this rank, or the CPU where there are no GPUs.
+    """Return the GPU of this rank, or the CPU if there is no GPU or ``setting`` is ``cpu``.
 
     Args:
-        setting: ``runtime.device``.
+        setting: value of ``runtime.device``.
     """
     if setting == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        # A machine with NVIDIA's driver has GPUs. A PyTorch that cannot use them would silently
-        # train on the CPU, with one rank per GPU.
+        # A machine with NVIDIA's driver has GPUs. A PyTorch that cannot use these GPUs would
+        # silently train on the CPU, with one rank per GPU.
         has_driver = shutil.which("nvidia-smi") is not None
         is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1")
         if setting == "cuda" or (has_driver and not is_hidden):

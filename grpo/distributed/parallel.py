@@ -1,10 +1,10 @@
-"""Data parallelism: DDP averages the gradients of replicated models, FSDP2 of sharded models.
+"""Data parallelism: DDP for replicated models, FSDP2 for sharded models.
 
 Under FSDP2 every rank holds a shard of each weight, gradient and Adam average. The weights of a
 decoder layer are gathered while the layer computes. Parameters outside any layer (embedding, last
 norm, head) are the root group, which is gathered from the start of a forward pass to the end of its
-backward pass. Weights, gradients and their reduction are in fp32, and autocast computes in bf16, as
-under DDP.
+backward pass. As under DDP, weights, gradients and the reduction of gradients are in fp32, and
+autocast computes in bf16.
 """
 
 from __future__ import annotations
@@ -39,16 +39,17 @@ def wrap_data_parallel(
     """Wrap ``module`` in DDP, and fix the order of its gradient buckets.
 
     Args:
-        any_forward: function from the wrapped module to a scalar that depends on all parameters.
+        any_forward: function that runs the wrapped module and returns a scalar that depends on all
+            parameters.
 
     Returns:
-        The wrapped module. A sharded module, and the module of a single process, is returned as it
-        is.
+        The wrapped module. A sharded module, or the module of a single process, is returned
+        unchanged.
     """
     if world.is_single_process or is_sharded(module):
         return module
     # Buffers are equal on all ranks, and sending them in each forward pass would cost time. The
-    # argument that prevents it has another name from torch 2.13 on.
+    # argument that turns this off has another name from torch 2.13 on.
     sync_buffers = "broadcast_buffers"
     if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters:
         sync_buffers = "forward_sync_buffers"
@@ -64,16 +65,18 @@ def wrap_data_parallel(
     # make DDP rebuild its buckets before training starts.
     for _ in range(2):
         (any_forward(wrapped) * 0.0).backward()
-    # The gradients stay views of the buckets. Set to None, they would be allocated a second time.
+    # The gradients stay views of the buckets. If they were set to None, gradients would be
+    # allocated a second time.
     wrapped.zero_grad(set_to_none=False)
     return wrapped
 
 
 def gradient_sync(module: nn.Module, *, enabled: bool) -> contextlib.AbstractContextManager:
-    """Return a context whose backward pass averages the gradients over ranks only if ``enabled``.
+    """Return a context in which a backward pass averages the gradients over ranks only if
+    ``enabled``.
 
-    It is enabled for the last micro-batch of an update alone. Gradients of earlier micro-batches
-    are added up on each rank, so that every update communicates once.
+    Averaging is enabled only for the last micro-batch of an update. Gradients of earlier
+    micro-batches are added up on each rank, so that every update communicates once.
     """
     if is_sharded(module):
         module.set_requires_gradient_sync(enabled)
@@ -91,16 +94,16 @@ def shard(
     shard_size: int | None = None,
     to_host: bool = False,
 ) -> None:
-    """Shard a module in place (FSDP2), and fill it with the ``weights`` of rank 0. All ranks call
-    it together.
+    """Shard a module in place (FSDP2), and fill it with the ``weights`` of rank 0. All ranks must
+    call this function together.
 
     Args:
         root: module whose parameters are on the meta device.
-        layers: modules in ``root`` whose full weights are freed after each forward pass;
-            :func:`reshard` frees the full weights of the others.
+        layers: modules in ``root`` whose full weights are freed after each forward pass.
+            :func:`reshard` frees the full weights of all other modules.
         weights: state dict of ``root`` on rank 0; empty on the other ranks.
-        shard_size: number of neighbouring ranks that share one copy of the model; the other ranks
-            hold replicas of it (HSDP). Default: all ranks share one copy.
+        shard_size: number of neighbouring ranks that hold one copy of the model together. Each
+            group of this size holds a copy (HSDP). Default: all ranks hold one copy.
         to_host: keep weights, gradients and Adam's averages in host memory. A layer is copied to
             the GPU when it computes.
     """
@@ -118,13 +121,13 @@ def shard(
         policy = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
     for layer in layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=True, offload_policy=policy)
-    # A method that FSDP treats as a forward pass: the root group is gathered while it runs.
+    # FSDP treats this method as a forward pass: the root group is gathered while it runs.
     root.run_in_forward_pass = lambda compute: compute()
     fully_shard(root, mesh=mesh, reshard_after_forward=False, offload_policy=policy)
     register_fsdp_forward_method(root, "run_in_forward_pass")
 
-    # Parameters get memory here, and their values below. Buffers are no part of a state dict if
-    # they are not persistent, and to_empty() would lose their values.
+    # to_empty() allocates the parameters, and their values are loaded below. Buffers are kept:
+    # to_empty() would lose their values, and a state dict lacks buffers that are not persistent.
     buffers = list(root.named_buffers(remove_duplicate=False))
     root.to_empty(device="cpu" if to_host else world.device)
     for name, buffer in buffers:
@@ -140,8 +143,8 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def run_in_forward_pass(root: nn.Module, compute: Callable[[], Any]) -> Any:
-    """Return ``compute()``, called inside a forward pass of ``root``, where any of its modules can
-    be called. All ranks call it together."""
+    """Return the result of ``compute()``, called inside a forward pass of ``root``. So ``compute``
+    can call any module in ``root``. All ranks must call this function together."""
     if not is_sharded(root):
         return compute()
     try:
@@ -153,8 +156,8 @@ def run_in_forward_pass(root: nn.Module, compute: Callable[[], Any]) -> Any:
 
 @contextlib.contextmanager
 def unsharded(module: nn.Module) -> Iterator[None]:
-    """Gather the full weights of a layer or of the root group for the block. Modules that are not
-    sharded have theirs always."""
+    """Gather the full weights of a layer or of the root group for the block. A module that is not
+    sharded is left as it is."""
     if is_sharded(module):
         module.unshard()
     try:
@@ -164,18 +167,19 @@ def unsharded(module: nn.Module) -> Iterator[None]:
 
 
 def reshard(root: nn.Module) -> None:
-    """Free the full weights of the root group, which a pass without gradient leaves in memory."""
+    """Free the full weights of a sharded module. A forward pass without gradient leaves the root
+    group gathered in memory."""
     if is_sharded(root):
         root.reshard()
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the full tensor of a sharded one, gathered from all ranks, and a plain tensor as it
-    is."""
+    """Gather a sharded tensor from all ranks, and return the full tensor. Return a plain tensor
+    unchanged."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def local_shard(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's shard of a sharded tensor, which may be empty, and a plain tensor as it
-    is."""
+    """Return this rank's shard of a sharded tensor; the shard may be empty. Return a plain tensor
+    unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

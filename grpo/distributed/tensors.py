@@ -1,7 +1,7 @@
 """State dicts of models and optimizers, and their tensors on disk
 (``torch.distributed.checkpoint``).
 
-Under FSDP each rank writes a file of its shards, which any other number of ranks can read.
+Under FSDP each rank writes a file with its shards. Any number of ranks can read these files.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ def full_trained_weights(
     unused_by_text: Iterable[nn.Parameter] = (),
 ) -> dict[str, torch.Tensor]:
     """Return the state dict of trained parameters, of the frozen parameters ``unused_by_text``, and
-    of buffers.
+    of buffers. A tied weight stays one tensor under several names.
 
-    All ranks call it together for a sharded model, which has no such frozen parameters. The state
-    dict is then in rank 0's host memory, and empty on the other ranks. A tied weight stays one
-    tensor under several names.
+    For a sharded model all ranks must call this function together. Rank 0 gets the state dict in
+    host memory, and the other ranks get an empty one. A sharded model has no parameters
+    ``unused_by_text``.
     """
     named = list(model.named_parameters(remove_duplicate=False))
     if not any(map(is_sharded, model.modules())):
@@ -53,7 +53,7 @@ def full_trained_weights(
         ignore_frozen_params=True,
     )
     weights = get_model_state_dict(model, options=options)
-    # PyTorch gathers a tied weight once per name. Several tensors would be saved several times.
+    # PyTorch gathers a tied weight once per name. Without this, each copy would be saved.
     first_names = {}
     for name, parameter in named:
         if name in weights:
@@ -66,8 +66,8 @@ def optimizer_tensors(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
 ) -> dict[str, torch.Tensor]:
-    """Return the live tensors of the optimizer by ``<parameter>/<state>``; create them if there are
-    none yet."""
+    """Return the tensors of the optimizer, not copies of them, by ``<parameter>/<state>``. Create
+    the tensors if the optimizer has made no update yet."""
     state = get_optimizer_state_dict(model, optimizer)["state"]
     tensors = {}
     for name, values in state.items():
@@ -79,11 +79,11 @@ def optimizer_tensors(
 def save_tensors(
     tensors: dict[str, torch.Tensor], folder: Path, *, is_single_process: bool
 ) -> None:
-    """Write the tensors into ``folder``; OSError if a rank cannot.
+    """Write the tensors into ``folder``. Raise an OSError if a rank cannot write.
 
     Args:
-        is_single_process: True if this process writes alone. Otherwise all ranks call it together,
-            and raise the error together.
+        is_single_process: True if this process writes alone. Otherwise all ranks must call this
+            function together, and an error on one rank is raised on all ranks.
     """
     with _plain_errors():
         # Without copying ahead, the writer makes no CUDA calls for tensors on the host.
@@ -98,19 +98,20 @@ def saved_names(folder: Path) -> set[str]:
 
 
 def load_tensors(tensors: dict[str, torch.Tensor], folder: Path) -> None:
-    """Fill the tensors in place with those that :func:`save_tensors` has written. Each rank reads
-    its shards."""
+    """Fill the tensors in place with the values that :func:`save_tensors` has written. Each rank
+    reads its shards."""
     with _plain_errors():
-        # Ranks need no plan in common for reading, so that one may fail alone.
+        # Ranks read without a common plan, so a rank may fail alone.
         dcp.load(tensors, storage_reader=_Reader(folder), no_dist=True)
 
 
 @contextlib.contextmanager
 def _plain_errors() -> Iterator[None]:
-    """Raise the error of a rank as an OSError. A CheckpointException is a BaseException, which no
-    ``except Exception`` catches, and its message does not say the cause."""
+    """Raise a CheckpointException as an OSError that names the rank and the cause. A
+    CheckpointException is a BaseException, which ``except Exception`` does not catch, and its
+    message does not say the cause."""
     try:
-        # A process that saves or reads alone knows that torch.distributed is disabled.
+        # A process that saves or reads alone does not need this warning.
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             yield
@@ -125,11 +126,12 @@ _ALLOWED_NAMES = re.compile(
     # Not metadata.BytesStorageMetadata: an entry of bytes is a pickle, which loading would run.
     r"|torch\.distributed\.checkpoint\.(filesystem\._StorageInfo|metadata\.(?!Bytes)\w+)"
 )
-"""Classes and functions that the pickled description of tensors may name."""
+"""Pattern of the classes and functions that the metadata file of saved tensors may name. This file
+is a pickle."""
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Unpickler that refuses a description of tensors that names anything else."""
+    """Unpickler that refuses any class or function that :data:`_ALLOWED_NAMES` does not match."""
 
     def find_class(self, module: str, name: str) -> Any:
         if not _ALLOWED_NAMES.fullmatch(f"{module}.{name}"):
@@ -138,12 +140,13 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 class _Reader(dcp.FileSystemReader):
-    """Reader of tensors that runs no code. PyTorch's reader unpickles anything that the description
-    of tensors holds."""
+    """Reader of saved tensors that runs no code from the files. PyTorch's reader unpickles anything
+    in the metadata file."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
         path = self._get_metadata_path(kwargs.get("rank"))
-        # Read twice: the first time only to refuse it before PyTorch unpickles it.
+        # The file is read twice. The first reading only checks it, before PyTorch unpickles
+        # anything.
         with open(path, "rb") as file:
             _MetadataUnpickler(file).load()
         return super().read_metadata(*args, **kwargs)

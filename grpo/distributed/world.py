@@ -1,5 +1,5 @@
-"""One process among the ranks of a run: its rank and device, sums and votes over all ranks, its
-end."""
+"""One rank of a run: its number and device, sums and votes over all ranks, and the end of the
+process."""
 
 from __future__ import annotations
 
@@ -17,37 +17,39 @@ from torch import Tensor
 
 
 class OtherRankFailed(RuntimeError):
-    """Another rank failed. The message is that of the first rank that failed."""
+    """Another rank failed. The message has the error of the lowest rank that failed."""
 
 
 class Interrupted(BaseException):
-    """A signal asked the run to stop. Like KeyboardInterrupt, it is no ``Exception``, so that code
-    of users and libraries does not catch it."""
+    """A signal asked the run to stop. Like KeyboardInterrupt, this class is no ``Exception``, so
+    that code of users and libraries does not catch it."""
 
 
 @dataclass
 class World:
-    """This process among the ranks of the run."""
+    """This process as one rank of the run, and its collectives with the other ranks."""
 
     rank: int
     """Number of this rank, from 0."""
     size: int
     """Number of ranks."""
     local_rank: int
-    """Number of this rank among those of its machine."""
+    """Number of this rank among the ranks on its machine, from 0."""
     device: torch.device
     num_machines: int = field(default=1, kw_only=True)
-    """Number of machines of this launch."""
+    """Number of machines on which this run has ranks."""
     always_communicates: bool = False
-    """True if one rank communicates as several do (tests only: ``GRPO_TEST_COLLECTIVES=1`` under
-    torchrun)."""
+    """True if a single rank calls collectives as several ranks do (tests only:
+    ``GRPO_TEST_COLLECTIVES=1`` under torchrun)."""
     phase: str = field(default="start", compare=False)
-    """Part of a step that this rank is in, or the last complete one ("after update"), for error
-    messages."""
+    """Part of a step that this rank is computing ("update") or has just completed ("after update").
+    Error messages name the phase."""
     stop_signal: int | None = field(default=None, compare=False)
-    """Signal that asked this rank to stop (set by ``grpo.run.signals``)."""
+    """Number of the signal that asked this rank to stop, set by ``grpo.run.signals``. Default: no
+    signal."""
     may_interrupt: bool = field(default=False, compare=False)
-    """True inside :meth:`interruptible`: a signal handler may raise :class:`Interrupted` now."""
+    """True inside the block of :meth:`interruptible`, where a signal handler may raise
+    :class:`Interrupted`."""
 
     @property
     def is_main(self) -> bool:
@@ -55,7 +57,7 @@ class World:
 
     @property
     def is_single_process(self) -> bool:
-        """True if there is no other rank, so that collectives and DDP are left out."""
+        """True if there is no other rank. Collectives and DDP are then left out."""
         return self.size == 1 and not self.always_communicates
 
     @contextlib.contextmanager
@@ -67,8 +69,8 @@ class World:
         # Names the block in a profiler's trace, and is free without a profiler.
         with torch.profiler.record_function(phase):
             yield
-        # Not in a `finally`: after a failure the phase stays as it was, for the error message.
-        # Kernels run asynchronously, and their time would count for the next phase.
+        # Not in a `finally`: after a failure the phase stays as it was, for the error message. CUDA
+        # kernels run asynchronously: without this wait, their time would count for the next phase.
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         seconds[phase] = seconds.get(phase, 0.0) + time.perf_counter() - start
@@ -83,14 +85,14 @@ class World:
         return self._all_reduce(tensor, dist.ReduceOp.MAX)
 
     def all_true(self, local_value: bool) -> bool:
-        """Vote: return True on all ranks if ``local_value`` is true on every rank, so that all take
-        the same branch."""
+        """Vote: return True on all ranks if ``local_value`` is true on every rank, else False on
+        all ranks. So all ranks take the same branch."""
         dissent = torch.tensor(0.0 if local_value else 1.0)
         return not bool(self.max(dissent))
 
     def gather_rows(self, rows: Tensor) -> Tensor:
-        """Return the rows of all ranks, ``[n * size, ...]`` from ``[n, ...]`` on each rank, in
-        global order."""
+        """Return the rows of all ranks in global order, ``[n * size, ...]`` from ``[n, ...]`` on
+        each rank. Global row ``i`` is on rank ``i % size``."""
         if self.is_single_process:
             return rows
         local_rows = rows.to(self.device).contiguous()
@@ -101,7 +103,8 @@ class World:
         return rows_by_rank.flatten(0, 1).to(rows.device)
 
     def local_rows(self, rows: Tensor) -> Tensor:
-        """Return this rank's rows of all global rows; the inverse of :meth:`gather_rows`."""
+        """Return this rank's rows out of the rows of all ranks; the inverse of
+        :meth:`gather_rows`."""
         return rows[self.rank :: self.size]
 
     def gather_objects(self, local_object: Any) -> list[Any]:
@@ -118,16 +121,16 @@ class World:
 
     @contextlib.contextmanager
     def fail_together(self) -> Iterator[None]:
-        """Run the block on every rank, then vote: if it raised on any rank, all raise, and none
-        waits for the others.
+        """Run the block on every rank, then vote. If the block raised on any rank, all ranks raise,
+        so that no rank waits for a failed rank.
 
-        The block must not call a collective: a rank that fails before it would leave the others
-        waiting in it.
+        The block must not call a collective: if one rank fails before the collective, the other
+        ranks would wait in the collective for this rank.
 
         Raises:
-            Interrupted: on all ranks, if a signal interrupted any of them.
-            OtherRankFailed: on the other ranks, with the message of the first rank that failed.
-                That rank raises its error.
+            Interrupted: on all ranks, if a signal interrupted any rank.
+            OtherRankFailed: with the message of the lowest rank that failed, on all ranks except
+                this lowest rank. The lowest rank that failed raises its original error.
         """
         error: BaseException | None = None
         try:
@@ -152,8 +155,8 @@ class World:
 
     @contextlib.contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Let a stop signal end the block at once with :class:`Interrupted`. The block lies inside
-        :meth:`fail_together`, so that the other ranks stop too."""
+        """Let a stop signal end the block at once with :class:`Interrupted`. The block must lie
+        inside :meth:`fail_together`, so that the other ranks stop too."""
         self.may_interrupt = True
         try:
             # The signal may have come before the block, when it could not interrupt.
@@ -165,20 +168,20 @@ class World:
 
     @contextlib.contextmanager
     def main_first(self) -> Iterator[None]:
-        """Run the block on the main rank, then on the others, which find the files that it has
-        written. All fail together."""
+        """Run the block on the main rank first, then on the other ranks, which can use files that
+        the main rank has written. If the block fails on one rank, all ranks raise an error."""
         for is_turn_of_main in (True, False):
-            # The ranks whose turn it is not wait in the vote at the end.
+            # The ranks that do not run the block now wait in the vote at its end.
             with self.fail_together():
                 if self.is_main == is_turn_of_main:
                     yield
 
     def check_same(self, values: dict[str, Any]) -> None:
-        """Raise a ValueError on all ranks, with the first name whose value differs between
-        ranks."""
+        """Raise a ValueError on all ranks if ``values`` differ between ranks. The message has the
+        first name with different values."""
         main_values, *others = self.gather_objects(values)
         for rank, other_values in enumerate(others, start=1):
-            # A name may be missing on one of the two.
+            # A name may be missing on one of the two ranks.
             for name in main_values | other_values:
                 main = main_values.get(name)
                 other = other_values.get(name)
