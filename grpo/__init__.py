@@ -1,6 +1,6 @@
-"""GRPO in raw PyTorch: see ``train_grpo.py`` for the algorithm and ``docs/`` for the rest.
+"""GRPO in raw PyTorch. ``train_grpo.py`` has the algorithm, and ``docs/`` explains the rest.
 
-``from grpo import train`` trains from a notebook or a script, see ``docs/library.md``.
+The function ``grpo.train`` trains a model from a notebook or a script (``docs/library.md``).
 """
 
 from typing import Any
@@ -9,13 +9,13 @@ from grpo.system import set_environment_defaults
 
 __version__ = "0.1.0"
 
-# Before any module of the package imports torch, which reads the variables once.
+# The variables are set before any module of the package imports torch, which reads them once.
 set_environment_defaults()
 
 
 def __getattr__(name: str) -> Any:
-    """Import ``train`` and ``TrainingResult`` when they are asked for."""
-    # Workers of rewards and tools import this package too, and need neither.
+    """Return ``train`` or ``TrainingResult``, which are imported only when they are used."""
+    # Worker processes for rewards and tools import this package too, and need neither name.
     if name in ("TrainingResult", "train"):
         from grpo import library
 

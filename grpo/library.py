@@ -1,6 +1,7 @@
-"""``grpo.train``: ``train_grpo.py`` as a function, see ``docs/library.md``.
+"""The function ``grpo.train``, which runs ``train_grpo.py`` from Python (``docs/library.md``).
 
-Importing this module imports no torch, which takes seconds: a wrong setting is reported before.
+Importing this module does not import torch, which would take seconds. So a wrong setting is
+reported at once.
 """
 
 from __future__ import annotations
@@ -24,11 +25,12 @@ from grpo.rewards.functions import BUILTIN_REWARDS, OBJECT_PREFIX
 from grpo.run.user_objects import UserObjects
 
 PAGE = Path(__file__).resolve().parents[1] / "train_grpo.py"
-"""The training loop, beside this package: the module ``train_grpo``, and the user's command."""
+"""Path of the training loop, beside this package. Users run this file as a command, and
+:func:`train` runs it as a module."""
 RUN_LOCK = threading.Lock()
-"""Locked while a run trains in this process."""
+"""Lock that is held while a run trains in this process."""
 TRL_ARGUMENTS = {"reward_funcs": "reward_functions", "train_dataset": "dataset"}
-"""TRL's names for arguments of :func:`train`, for messages."""
+"""TRL's name -> our name of an argument of :func:`train`. Error messages suggest our name."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -37,23 +39,25 @@ class TrainingResult:
 
     output_dir: Path
     checkpoint: Path | None
-    """The newest checkpoint, a Hugging Face folder. None after a debug run, which saves none."""
+    """The newest checkpoint, a Hugging Face folder. None if there is no checkpoint, as after a
+    debug run."""
     steps: int
-    """Steps that are complete."""
+    """Number of complete steps."""
     before: dict[str, float]
-    """The metrics ``eval/...`` of the evaluation before training; empty without one."""
+    """Metrics ``eval/...`` of the evaluation before training; empty without such an evaluation."""
     after: dict[str, float]
-    """The metrics ``eval/...`` of the newest evaluation after a step; empty without one."""
+    """Metrics ``eval/...`` of the newest evaluation after a step; empty if no step was
+    evaluated."""
     metrics: list[dict[str, Any]]
-    """The lines of ``metrics.jsonl``, one dictionary per step, with None for a metric that was not
-    computed. ``pandas.DataFrame(result.metrics)`` is a table."""
+    """Lines of ``metrics.jsonl``, one dictionary per step, with None for a metric that was not
+    computed. ``pandas.DataFrame(result.metrics)`` turns them into a table."""
 
     @classmethod
     def load(cls, output_dir: str | os.PathLike[str]) -> TrainingResult:
-        """Read the folder of a run, complete or stopped.
+        """Read the results of a run, complete or stopped, from its folder.
 
         Raises:
-            ValueError: if the folder has no metrics of a step.
+            ValueError: if ``metrics.jsonl`` in the folder has no step.
         """
         from grpo.checkpoint.format import list_checkpoints
         from grpo.telemetry.records import read_lines
@@ -68,7 +72,7 @@ class TrainingResult:
         for line in metrics:
             evaluation = {}
             for name, value in line.items():
-                # None: not computed, as the lenient accuracy of problems without answers.
+                # None means not computed, like the lenient accuracy of problems without answers.
                 if name.startswith("eval/") and value is not None:
                     evaluation[name] = value
             if line["step"] == 0:
@@ -119,28 +123,30 @@ def train(
     get the same result.
 
     Args:
-        config: settings as in ``configs/*.yaml``: a YAML file, a mapping (nested, or dotted keys),
-            or a ``Config``. Default: the defaults of all keys.
-        reward_functions: replaces ``reward.functions``: a function, a name, ``(function, weight)``,
-            ``{name, weight, args}``, or a list of these. A function ``fn(prompts, completions,
-            **columns) -> list[float | None]`` runs in a worker process, or in this process if it
-            cannot be sent there.
+        config: settings as in ``configs/*.yaml``, given as a YAML file, a mapping (nested, or with
+            dotted keys) or a ``Config``. Default: the default of every key.
+        reward_functions: replaces ``reward.functions``. It is a function, a name, ``(function,
+            weight)``, ``{name, weight, args}``, or a list of these four. A function ``fn(prompts,
+            completions, **columns) -> list[float | None]`` runs in a worker process. If it cannot
+            be sent to a worker, it runs in this process.
         tools: replaces ``tools``: a list of functions and names.
-        environment_factory: replaces ``environment``: a class.
+        environment_factory: replaces ``environment``: a class, or the name of a class.
         dataset: replaces ``data.dataset``: a list of dictionaries, a ``datasets.Dataset``, a
             DataFrame, or a name.
         eval_dataset: replaces ``data.eval_dataset``, with the same types.
-        settings: sections and keys that win over ``config``: ``optim={"max_steps": 5}, seed=1``.
+        settings: sections and keys that win over ``config``, such as ``optim={"max_steps": 5},
+            seed=1``.
 
     Returns:
         The results, read from the run's folder.
 
     Raises:
-        ValueError: for a mistake in the settings, the data or the rewards. The message says what
+        ValueError: if the settings, the data or the rewards have a mistake. The message says what
             would work.
-        KeyboardInterrupt: after Ctrl-C, when the newest complete step is saved.
-        SystemExit: after SIGTERM or SIGHUP, when the newest complete step is saved.
-        Exception: the error that made a step fail. The steps before it are saved.
+        KeyboardInterrupt: after Ctrl-C, once the newest complete step is saved.
+        SystemExit: after SIGTERM or SIGHUP, once the newest complete step is saved.
+        Exception: the error of a step that failed. The newest complete step is saved first, unless
+            the error came during an update.
     """
     turns = {
         "tools": tools,
@@ -148,7 +154,7 @@ def train(
     }
     tables = {"dataset": dataset, "eval_dataset": eval_dataset}
     checked, user_objects = _read_arguments(config, settings, reward_functions, turns, tables)
-    # After the settings are checked, because the page and these imports take seconds.
+    # These imports come after the settings are checked, because they and the page take seconds.
     run_steps = _load_page()
     from grpo.distributed import start_world
     from grpo.run.ending import run_to_completion
@@ -176,11 +182,11 @@ def train(
 
 
 def _load_page() -> Callable[[Any], None]:
-    """The function ``train`` of :data:`PAGE`.
+    """Return the function ``train`` of :data:`PAGE`.
 
-    Python imports the first ``train_grpo`` that it finds, and folders of the user come before this
-    package. A file of that name there may be the program that calls :func:`train`, or another
-    version of the page, so it is refused before it runs.
+    Python imports the first ``train_grpo`` on its path, and folders of the user come before this
+    package there. A user's file of that name may be the program that calls :func:`train`, or
+    another version of the training loop. So this file is refused before it runs.
     """
     spec = importlib.util.find_spec("train_grpo")
     if not spec:
@@ -193,7 +199,7 @@ def _load_page() -> Callable[[Any], None]:
         raise ValueError(
             f"{location or spec.name} hides {PAGE}, which grpo.train() runs: rename it"
         )
-    # Run anew in each call: a person may have edited the page since the last one.
+    # The file is run anew in each call, since a person may have edited it meanwhile.
     page = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(page)
     return page.train
@@ -206,11 +212,13 @@ def _read_arguments(
     turns: dict[str, Any],
     tables: dict[str, Any],
 ) -> tuple[Config, UserObjects]:
-    """The checked configuration, in which names stand for Python objects, and the objects.
+    """Return the checked configuration, in which names stand for Python objects, and the objects.
 
     Args:
-        turns: tools and an environment, by the key of the configuration.
-        tables: rows or the name of a dataset, by the key of the section ``data``.
+        turns: the arguments ``tools`` and ``environment_factory`` of :func:`train`, by their keys
+            in the configuration.
+        tables: the arguments ``dataset`` and ``eval_dataset``, by their keys in the section
+            ``data``.
     """
     from grpo.data import PYTHON_ROWS, rows_from_table
 
@@ -230,12 +238,13 @@ def _read_arguments(
             values[f"data.{key}"] = table
         elif table is not None:
             values[f"data.{key}"] = PYTHON_ROWS
-    # Rows that are passed are evaluated on, also where the configuration sets no split.
+    # The model is evaluated on rows that the caller passes, even if the configuration sets no
+    # split.
     if values.get("data.eval_dataset") == PYTHON_ROWS:
         values["data.eval_split"] = "auto"
     checked = _read_settings(config, settings, values)
 
-    # Only now, because the configuration limits the rows that are read.
+    # Rows are read only now, because the configuration limits their number.
     data = checked.data
     train_rows = None
     eval_rows = None
@@ -244,8 +253,9 @@ def _read_arguments(
     if values.get("data.eval_dataset") == PYTHON_ROWS:
         eval_rows = rows_from_table(tables["eval_dataset"], "eval_dataset", data.max_eval_samples)
 
-    # The code of objects is not compared with that of earlier steps. So the run in a folder that
-    # the caller did not name may have had other rewards, and is not continued.
+    # If rewards or tools are objects, their code is not compared when a run continues. An earlier
+    # run in the default folder may have had other rewards, so it is continued only if the caller
+    # has named the folder.
     set_keys = settings if isinstance(config, str | os.PathLike) else checked.model_fields_set
     names_run = "output_dir" in set_keys or "resume" in checked.checkpoint.model_fields_set
     if (rewards or turn_objects) and not names_run:
@@ -254,7 +264,11 @@ def _read_arguments(
 
 
 def _read_settings(config: Any, settings: dict[str, Any], values: dict[str, Any]) -> Config:
-    """The checked configuration; ConfigError with all mistakes, one per line."""
+    """Return the checked configuration.
+
+    Raises:
+        ConfigError: with all mistakes, one per line.
+    """
     valid_names = [*train.__kwdefaults__, *keys_of(Config)]
     valid_settings = {}
     mistakes = []
@@ -264,7 +278,7 @@ def _read_settings(config: Any, settings: dict[str, Any], values: dict[str, Any]
         else:
             mistake = unknown_key(name, valid_names, OTHER_NAMES | TRL_ARGUMENTS)
             mistakes.append(f"train(): {mistake}")
-    # The other settings are checked too: one run of the program shows all mistakes.
+    # The valid settings are checked too, so that the user sees all mistakes at once.
     try:
         checked = make_config(config, valid_settings, values)
     except ConfigError as error:
@@ -275,7 +289,8 @@ def _read_settings(config: Any, settings: dict[str, Any], values: dict[str, Any]
 
 
 def _reward_entries(functions: Any, objects: dict[str, Any]) -> list[dict[str, Any]]:
-    """The value of ``reward.functions``. Adds functions that have no other name to ``objects``."""
+    """Return the value of ``reward.functions``. Functions that no worker can import by name are
+    added to ``objects``."""
     if not isinstance(functions, list):
         functions = [functions]
     entries = []
@@ -286,7 +301,7 @@ def _reward_entries(functions: Any, objects: dict[str, Any]) -> list[dict[str, A
             entry = {"name": function, "weight": weight}
         elif isinstance(item, Mapping):
             entry = dict(item)
-        # The run writes its configuration to config.yaml.
+        # The run writes its configuration, with these arguments, to config.yaml.
         try:
             json.dumps(entry.get("args"))
         except TypeError as error:
@@ -299,10 +314,10 @@ def _reward_entries(functions: Any, objects: dict[str, Any]) -> list[dict[str, A
 
 
 def _name_of(value: Any, objects: dict[str, Any]) -> Any:
-    """The name of a function, class or callable object in the configuration.
+    """Return the name of a function, class or callable object in the configuration.
 
-    An object that no worker can import is added to ``objects`` by its name. A value that is a name,
-    or a mapping with one, is returned as it is.
+    An object that no worker can import is added to ``objects`` under this name. A string or a
+    mapping is returned as it is.
     """
     if isinstance(value, str | Mapping):
         return value
@@ -312,7 +327,7 @@ def _name_of(value: Any, objects: dict[str, Any]) -> Any:
     if imported is not None:
         return imported
 
-    # A partial has no name: metrics get that of its function.
+    # A partial has no name, so metrics get the name of its function.
     function = value
     while isinstance(function, functools.partial):
         function = function.func
@@ -320,7 +335,7 @@ def _name_of(value: Any, objects: dict[str, Any]) -> Any:
     first_name = OBJECT_PREFIX + display_name.strip("<>")  # <lambda>
     name = first_name
     number = 1
-    # Two lambdas are two rewards; one object that is passed twice is one.
+    # Two lambdas get two names. An object that is passed twice keeps its name.
     while objects.get(name, value) is not value:
         number += 1
         name = f"{first_name}_{number}"
@@ -329,11 +344,11 @@ def _name_of(value: Any, objects: dict[str, Any]) -> Any:
 
 
 def importable_name(function: Any) -> str | None:
-    """The name by which a worker can import a function, as a configuration writes it. None: it has
-    no such name.
+    """Return the name by which a worker can import a function, as in a configuration; None if there
+    is no such name.
 
-    A function of a script or a notebook (``__main__``) has none: to import it, the worker would run
-    the script again.
+    A function of a script or a notebook (``__main__``) has no such name: to import it, the worker
+    would have to run the script again.
     """
     module = getattr(function, "__module__", None)
     name = getattr(function, "__qualname__", None)
@@ -350,14 +365,14 @@ def importable_name(function: Any) -> str | None:
 
 @contextlib.contextmanager
 def _process_restored() -> Iterator[None]:
-    """Restore the process at the end: its number of threads, determinism, random generators.
+    """Restore the process's number of threads, determinism and random generators after a block.
 
     Raises:
         ValueError: if another run trains in this process.
     """
     import torch
 
-    # A second run would share all of these, and its results would not be those of a run alone.
+    # A second run would change this state, and get other results than a run alone.
     if not RUN_LOCK.acquire(blocking=False):
         raise ValueError("grpo.train is running in this process: start the second in another one")
     threads = torch.get_num_threads()

@@ -1,6 +1,6 @@
-"""The policy, how it is loaded and saved, its LoRA adapter, and the frozen reference."""
+"""The policy, its loading and saving, its LoRA adapter, and the frozen reference model."""
 
-# ruff: noqa: F401, names for other rooms
+# ruff: noqa: F401, names for other packages
 
 from grpo.model.loading import (
     REFERENCE_KEY,

@@ -1,5 +1,4 @@
-"""Hugging Face folders: loading a policy and checking that it fits, saving weights, digests of
-files."""
+"""Load and check models from Hugging Face folders, save weights, and compute digests of files."""
 
 from __future__ import annotations
 
@@ -37,13 +36,13 @@ from grpo.system import publish
 
 BLOCK_BYTES = 2**20
 NUM_BLOCKS = 64
-"""Size and number of the blocks that :func:`digest` reads of a file that is larger than all of them
-together."""
+"""Size and number of the blocks that :func:`file_digest` reads from a large file. A smaller file is
+read as a whole."""
 WEIGHT_SUFFIXES = (".safetensors", ".bin")
 MODEL_SUFFIXES = (".json", ".jinja", ".model", ".py", ".tiktoken", ".txt", *WEIGHT_SUFFIXES)
 """Suffixes of the files that determine what a model and its tokenizer compute."""
 REFERENCE_KEY = "model.reference"
-"""The key of the reference model, for messages."""
+"""Key of the reference model in the configuration, for error messages."""
 
 # Every rank would show a bar for each file of weights.
 transformers_logging.disable_progress_bar()
@@ -56,15 +55,16 @@ def resolve_model(
     trust_remote_code: bool = False,
     adapters: bool = False,
 ) -> str:
-    """The folder or Hub id to load from; ``builtin:tiny`` is built if it is not in the cache.
+    """Return the folder or Hub id to load a model from. ``builtin:tiny`` is built if it is not in
+    the cache.
 
     Args:
-        dataset: names the task of ``builtin:tiny``.
-        adapters: allow the folder of a LoRA adapter.
+        dataset: value of ``data.dataset``. It names the task that ``builtin:tiny`` is built for.
+        adapters: True allows the folder of a LoRA adapter.
 
     Raises:
-        ValueError: if transformers finds no configuration of a model there, or if it is the folder
-            of an adapter and ``adapters`` is False.
+        ValueError: if transformers finds no configuration of the model, or if the folder holds
+            an adapter and ``adapters`` is False.
     """
     if name_or_path == "builtin:tiny":
         task = "arithmetic"
@@ -95,7 +95,7 @@ def check_context(
     """Raise a ValueError if the longest prompt and a completion of ``max_length`` tokens together
     exceed the model's context.
 
-    ``key`` is where the user set ``max_length``, for the message.
+    ``key`` is the setting that holds ``max_length``, for the message.
     """
     config = AutoConfig.from_pretrained(base_of(path), trust_remote_code=trust_remote_code)
     context = context_limit(config)
@@ -113,9 +113,14 @@ def load_tokenizer(
     trust_remote_code: bool = False,
     chat_template: str | None = None,
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model folder or Hub id, with ``chat_template`` in place of its own.
+    """Return the tokenizer of a model folder or Hub id. If an adapter folder has no tokenizer, the
+    tokenizer of the base model is loaded.
 
-    ValueError if it cannot be loaded. An adapter folder without a tokenizer has that of its model.
+    Args:
+        chat_template: replaces the tokenizer's chat template. Default: no change.
+
+    Raises:
+        ValueError: if there is no tokenizer, or if it cannot be loaded.
     """
     if not os.path.exists(os.path.join(path, "tokenizer_config.json")):
         path = base_of(path)
@@ -141,10 +146,13 @@ def check_reference(
     *,
     trust_remote_code: bool = False,
 ) -> None:
-    """Raise a ValueError unless the model at ``path`` can be the reference: it needs the policy's
-    vocabulary and a context for the longest prompt and a completion of ``max_length`` tokens."""
+    """Raise a ValueError unless the model at ``path`` can be the reference.
+
+    The reference needs the policy's vocabulary, and a context that holds the longest prompt and a
+    completion of ``max_length`` tokens.
+    """
     ref_tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
-    # The reference scores the policy's token ids, which must mean the same tokens to both.
+    # The reference scores the policy's token ids, which must mean the same tokens in both models.
     if ref_tokenizer.get_vocab() != tokenizer.get_vocab():
         raise ValueError(
             f"{REFERENCE_KEY}={path} has another vocabulary than the model that is trained"
@@ -163,14 +171,15 @@ def load_policy(
     trust_remote_code: bool = False,
     base_precision: str = "bf16",
 ) -> Policy:
-    """Load a model with fp32 master weights, and check that it fits its tokenizer.
+    """Load a model with fp32 master weights, and check that the model fits its tokenizer.
 
-    The folder of a LoRA adapter gives its model with the adapter in it, frozen weights in
-    ``base_precision``.
+    If ``path`` is the folder of a LoRA adapter, the base model is loaded and the adapter put into
+    it. The frozen weights are then stored in ``base_precision``.
 
     Raises:
-        ValueError: if weights do not load, are missing or not finite, if no token ends a
-            completion, or if the embedding has fewer rows than the tokenizer has tokens.
+        ValueError: if weights cannot be loaded, are missing or are not finite, if tokenizer and
+            model name no EOS token, or if the embedding has fewer rows than the tokenizer has
+            tokens.
     """
     base = base_of(path)
     with as_value_error(f"{base} cannot be loaded"):
@@ -195,12 +204,12 @@ def load_policy(
         # (pytorch/pytorch#196678).
         torch.backends.cuda.enable_cudnn_sdp(False)
     if gradient_checkpointing:
-        # Renamed in transformers 5.23, where the old name still works and warns.
+        # transformers 5.23 renamed this method. The old name still works there, with a warning.
         enable = getattr(
             model, "activation_checkpointing_enable", model.gradient_checkpointing_enable
         )
         # Reentrant checkpointing would need inputs that require a gradient. With LoRA the
-        # embeddings, which are frozen, give none.
+        # embeddings are frozen, and their outputs require none.
         enable({"use_reentrant": False})
 
     eos_ids = end_tokens(model, tokenizer)
@@ -208,7 +217,7 @@ def load_policy(
         raise ValueError(
             f"{path}: neither tokenizer nor config names an EOS token, so no completion can end"
         )
-    # More rows than tokens are usual: they round the size of the matrix up.
+    # More rows than tokens are usual, because the size of the matrix is rounded up.
     vocabulary = len(model.get_input_embeddings().weight)
     if len(tokenizer) > vocabulary:
         raise ValueError(
@@ -230,18 +239,26 @@ def load_policy(
 
 
 def check_base(adapter: str, base: str) -> None:
-    """Raise a ValueError if the weights of an adapter's model are not those that the adapter was
-    trained with."""
+    """Raise a ValueError if the weights of the base model have changed since the adapter was
+    trained.
+
+    The adapter's folder records digests of these weights if it is a checkpoint of this trainer.
+    Otherwise nothing is checked.
+
+    Args:
+        adapter: folder of the adapter.
+        base: folder or Hub id of the base model.
+    """
     state_file = Path(adapter, "trainer", "state.json")
-    # Only a checkpoint of this trainer records them.
+    # Only a checkpoint of this trainer records digests of the base model.
     if not state_file.exists():
         return
     state = json.loads(state_file.read_text(encoding="utf-8"))
     name = state["config"]["model"]["name_or_path"]
     digests = model_digests(name, base, with_weights=True)
     for file, recorded in state["content"].items():
-        # The record has the tokenizer's files and the user's functions, too. A model of the Hub is
-        # one entry: its name, with its commit.
+        # The record also has files of the tokenizer and the user's functions. A model of the Hub
+        # has one entry: its name, with its commit.
         is_weights = file.endswith((*WEIGHT_SUFFIXES, name))
         # A file that is gone is not compared: the weights may lie in other files now.
         if is_weights and digests.get(file, recorded) != recorded:
@@ -253,10 +270,10 @@ def check_base(adapter: str, base: str) -> None:
 
 
 def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Every EOS id that the tokenizer, the config or the generation config names, sorted."""
+    """Return every EOS id that the tokenizer, the config or the generation config names, sorted."""
     ids = set()
-    # Nothing else is read from the generation config: its temperature or penalties would change
-    # what is sampled without a word.
+    # Nothing else is read from the generation config: its temperature or penalties would silently
+    # change what is sampled.
     for source in (tokenizer, model.config, model.generation_config):
         value = getattr(source, "eos_token_id", None)
         if isinstance(value, int):
@@ -267,10 +284,10 @@ def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tu
 
 
 def save_weights(model: Any, weights: dict[str, torch.Tensor], folder: Path) -> None:
-    """Write ``weights`` into a folder as ``save_pretrained`` does, with the model's configuration
-    and without a tokenizer.
+    """Write ``weights`` and the model's configuration into a folder as ``save_pretrained`` does,
+    without a tokenizer.
 
-    Of peft's model, the adapter that is trained is written.
+    If ``model`` is peft's wrapper of a model, only the trained adapter is written.
     """
     if not isinstance(model, PreTrainedModel):
         model.save_pretrained(
@@ -282,7 +299,7 @@ def save_weights(model: Any, weights: dict[str, torch.Tensor], folder: Path) -> 
         )
         return
     # transformers refuses to save the generation config of some models (a temperature without
-    # do_sample). No run uses it, so it is written beside the model without that check.
+    # do_sample). No run uses this config, so it is written beside the model without a check.
     original = model.generation_config
     model.generation_config = GenerationConfig()
     try:
@@ -298,20 +315,21 @@ def write_merged(
     *,
     trust_remote_code: bool = False,
 ) -> None:
-    """Merge an adapter into its model in fp32, and write the model and its tokenizer to ``output``.
+    """Merge an adapter into its base model in fp32, and write the merged model and its tokenizer to
+    the folder ``output``.
 
-    ``output`` appears when it is complete and on disk.
+    The folder gets its name once all of its files are complete and on disk.
 
     Raises:
-        ValueError: if ``output`` exists, if adapter or model cannot be loaded or do not fit, or if
-            the model has changed since the adapter was trained.
+        ValueError: if ``output`` exists, if adapter and base model cannot be loaded or do not fit
+            each other, or if the base model has changed since the adapter was trained.
     """
     adapter = str(adapter)
     output = Path(output)
     if output.exists():
         raise ValueError(f"{output} exists: delete it, or choose another folder with --output")
     tokenizer = load_tokenizer(adapter, trust_remote_code=trust_remote_code)
-    # The files of the model hold its weights in full; a run may have rounded its copy to bf16.
+    # The files of the base model hold its weights in full. A run may have rounded its copy to bf16.
     policy = load_policy(
         adapter,
         tokenizer,
@@ -320,7 +338,7 @@ def write_merged(
         trust_remote_code=trust_remote_code,
     )
     model = policy.adapter.merge_and_unload()
-    # A merge that is killed leaves a folder of this name, which the next one deletes.
+    # A merge that is killed leaves a folder of this name, which the next merge deletes.
     partial = output.with_name(f".partial-{output.name}")
     shutil.rmtree(partial, ignore_errors=True)
     save_weights(model, model.state_dict(), partial)
@@ -329,9 +347,11 @@ def write_merged(
 
 
 def file_digest(path: str | Path) -> str:
-    """SHA-256 of a file's size and content; of a file above 64 MiB, of 64 blocks of 1 MiB.
+    """SHA-256 of a file's size and content. Only 64 blocks of 1 MiB are read from a file above 64
+    MiB.
 
-    Every start compares the weights, and reading large ones as a whole would take minutes.
+    Every start of a run compares the weights with their digests, and reading large files as a whole
+    would take minutes.
     """
     size = os.path.getsize(path)
     sha = hashlib.sha256(str(size).encode())
@@ -347,8 +367,14 @@ def file_digest(path: str | Path) -> str:
 
 
 def model_digests(name: str, path: str, *, with_weights: bool) -> dict[str, str]:
-    """``name/<file>`` -> digest of each file of a model's folder; for a model of the Hub ``name``
-    -> its cached commit."""
+    """Digests of a model's files, by ``name/<file>``. A model of the Hub has one entry, from
+    ``name`` to the commit in the cache.
+
+    Args:
+        name: the model's name in the configuration.
+        path: folder or Hub id that the name stands for.
+        with_weights: False leaves files of weights in a folder out.
+    """
     digests = {}
     if os.path.isdir(path):
         for file in sorted(Path(path).iterdir()):

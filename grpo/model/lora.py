@@ -1,8 +1,8 @@
-"""LoRA adapters: peft makes, loads, switches and writes them.
+"""LoRA adapters, which peft makes, loads, switches and writes.
 
-peft puts its layers into the model in place, and ``policy.adapter`` is peft's own object around
-that model. An adapted linear layer computes ``base(x) + scale * B(A(x))``; ``A`` is ``[rank, in]``
-and ``B`` is ``[out, rank]``. Sampling, and the reference of the KL, rely on just that.
+peft puts its layers into the model in place, and ``policy.adapter`` is peft's wrapper of that
+model. An adapted linear layer computes ``base(x) + scale * B(A(x))``; ``A`` is ``[rank, in]`` and
+``B`` is ``[out, rank]``. Sampling, and the reference of the KL, rely on this formula.
 """
 
 from __future__ import annotations
@@ -24,42 +24,49 @@ from grpo.system import import_extra
 
 TRAINED_ADAPTER = "default"
 REFERENCE_ADAPTER = "reference"
-"""Names of the adapters inside of peft's layers: the one that is trained, and a frozen one, the
+"""Names of two adapters in peft's layers: the trained adapter, and a frozen adapter that is the
 reference of the KL."""
 PLAIN_LORA_FIELDS = {
-    # its kind and its model
+    # kind of the adapter, and its base model
     "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
     "inference_mode",
     # the product B @ A and its scale
     "r", "lora_alpha", "lora_dropout", "use_rslora", "rank_pattern", "alpha_pattern",
     "fan_in_fan_out",
-    # the layers that it adapts
+    # the adapted layers
     "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern",
 }  # fmt: skip
-"""Fields of peft's ``LoraConfig`` that may have any value: a layer still computes ``W + scale * B @
-A`` and nothing more."""
+"""Fields of peft's ``LoraConfig`` that may have any value. Whatever the value, an adapted layer has
+the weight ``W + scale * B @ A``."""
 
 
 def is_adapter(path: str | Path) -> bool:
-    """True for a folder that holds an adapter, as peft writes it."""
+    """True if ``path`` is a folder that holds an adapter in the form that peft writes."""
     return Path(path, "adapter_config.json").is_file()
 
 
 def load_peft() -> ModuleType:
-    """The package peft; ValueError, with the command that installs it, if it is missing."""
+    """Return the package peft.
+
+    Raises:
+        ValueError: if peft is missing, with the command that installs it.
+    """
     return import_extra("peft", extra="lora", needed_by="LoRA")
 
 
 def read_adapter_config(folder: str | Path) -> Any:
-    """peft's configuration of an adapter folder; ValueError if it cannot be read."""
+    """Return peft's configuration of an adapter folder.
+
+    Raises:
+        ValueError: if it cannot be read.
+    """
     peft = load_peft()
     with as_value_error(f"{folder} cannot be loaded"):
         return peft.PeftConfig.from_pretrained(str(folder))
 
 
 def base_of(path: str) -> str:
-    """The model that an adapter was trained on, if ``path`` is the folder of an adapter; else
-    ``path``."""
+    """Folder or Hub id of the base model if ``path`` is the folder of an adapter; else ``path``."""
     if not is_adapter(path):
         return path
     return read_adapter_config(path).base_model_name_or_path
@@ -76,8 +83,8 @@ def add_adapter(
 
     Args:
         settings: arguments of peft's ``LoraConfig``.
-        base: the model's folder or Hub id, for ``adapter_config.json``.
-        seed: of the adapter's start values. No global random number is drawn.
+        base: folder or Hub id of the base model, for ``adapter_config.json``.
+        seed: seed of the adapter's initial values. The global random generators do not advance.
 
     Raises:
         ValueError: if ``target_modules`` names layers that are missing or not linear.
@@ -85,14 +92,14 @@ def add_adapter(
     targets = settings["target_modules"]
     has_experts = any(p.dim() == 3 for p in policy.model.parameters())
     if targets == "all-linear" and has_experts:
-        # For all-linear peft would adapt the experts and routers of a mixture, too.
+        # With all-linear, peft would also adapt the experts and routers of a mixture of experts.
         targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
     config = load_peft().LoraConfig(task_type="CAUSAL_LM", **settings)
     config.target_modules = targets
     _inject(policy, config, base, seed)
 
-    # peft notices a wrong name only if all are wrong. A string is a regular expression, or a word
-    # such as all-linear.
+    # peft notices a wrong name only if all names are wrong. If targets is a string, it is a regular
+    # expression or a word such as all-linear.
     if isinstance(targets, list):
         adapted = policy.adapter.base_model.targeted_module_names
         for target in targets:
@@ -111,33 +118,38 @@ def read_adapter(
     """Load the adapter of a folder into the policy's model as ``policy.adapter``.
 
     Args:
-        base: the model's folder or Hub id, for ``adapter_config.json``.
-        dropout: probability of dropout in place of the adapter's own.
+        base: folder or Hub id of the base model, for ``adapter_config.json``.
+        dropout: probability of dropout, which replaces the adapter's setting.
 
     Raises:
-        ValueError: unless its layers compute ``W + scale * B @ A`` with the model's own ``W``, as
-            the sampler and the reference of the KL do. DoRA and trained biases do more, PiSSA and
-            OLoRA have another ``W``.
+        ValueError: unless the adapter is plain LoRA: the weight is ``W + scale * B @ A``, with
+            ``W`` of the base model. The sampler and the reference of the KL rely on this formula.
+            DoRA and trained biases add other terms, and PiSSA and OLoRA change ``W``.
     """
     config = read_adapter_config(folder)
     defaults = load_peft().LoraConfig()
     for name, value in vars(config).items():
         is_default = not value or value == getattr(defaults, name, None)
-        # "gaussian" is a value of init_lora_weights: it draws other start values, no other W.
+        # "gaussian" is a value of init_lora_weights. It changes the initial values of the adapter,
+        # not W.
         if not is_default and name not in PLAIN_LORA_FIELDS and value != "gaussian":
             raise ValueError(
                 f"{folder} is not plain LoRA ({name}): merge it into its model with peft"
             )
     config.lora_dropout = dropout
-    # A folder that peft has written says that it is for inference; then peft would freeze it.
+    # The configuration that peft has saved says that the adapter is for inference, so peft would
+    # freeze it.
     config.inference_mode = False
     _inject(policy, config, base, seed=0)
     read_values(policy, folder)
 
 
 def read_values(policy: Policy, folder: str | Path) -> None:
-    """Give the trained adapter the values of a folder; ValueError if they do not fit the model or
-    are not finite."""
+    """Load the values of a folder into the trained adapter.
+
+    Raises:
+        ValueError: if the values do not fit the model or are not finite.
+    """
     with as_value_error(f"{folder} cannot be loaded"):
         report = policy.adapter.load_adapter(
             str(folder),
@@ -153,19 +165,22 @@ def read_values(policy: Policy, folder: str | Path) -> None:
 
 
 def _inject(policy: Policy, config: Any, base: str, seed: int) -> None:
-    """Let peft put its layers into the model; ValueError if it adapts anything but linear layers
-    before the head."""
+    """Let peft put its layers into the policy's model.
+
+    Raises:
+        ValueError: if peft rejects the configuration, or adapts the head or a layer that is not
+            linear.
+    """
     peft = load_peft()
     model = policy.model
-    # Gradient checkpointing has registered hooks that make embeddings require a gradient, which it
-    # does not need if it is non-reentrant. peft registers them again, after which transformers
-    # could not remove the older ones.
+    # Gradient checkpointing has registered hooks that make embeddings require a gradient, though
+    # non-reentrant checkpointing does not need them. If peft registered such hooks again,
+    # transformers could not remove the first ones.
     model.disable_input_require_grads()
     with (
-        # The adapter's start values do not depend on what was drawn before, nor change what is
-        # drawn after it.
+        # The initial values do not depend on earlier random draws, and do not change later ones.
         torch.random.fork_rng(devices=[]),
-        # transformers has deprecated what peft calls.
+        # peft calls functions that transformers has deprecated.
         warnings.catch_warnings(action="ignore", category=FutureWarning),
         as_value_error(f"lora.target_modules={config.target_modules}"),
     ):
@@ -174,7 +189,7 @@ def _inject(policy: Policy, config: Any, base: str, seed: int) -> None:
     model.disable_input_require_grads()
     config.base_model_name_or_path = base
     if isinstance(config.target_modules, set):
-        # The order of a set differs from process to process, and so would the files.
+        # The order of a set differs from process to process, and with it the files would differ.
         config.target_modules = sorted(config.target_modules)
 
     for name, layer in model.named_modules():
@@ -184,8 +199,8 @@ def _inject(policy: Policy, config: Any, base: str, seed: int) -> None:
         # cast it back.
         layer.cast_input_dtype_enabled = False
         is_linear = isinstance(layer.get_base_layer(), nn.Linear | Conv1D)
-        # Log-probs are computed in chunks from the head's plain weight, which leaves no place for
-        # an adapter.
+        # Log-probs are computed in chunks from the head's plain weight, so an adapter of the head
+        # would have no effect.
         if layer is model.get_output_embeddings() or not is_linear:
             raise ValueError(
                 f"lora.target_modules would adapt {name}: name linear layers before the head, "
@@ -194,7 +209,7 @@ def _inject(policy: Policy, config: Any, base: str, seed: int) -> None:
 
 
 def adapter_parameters(model: nn.Module, name: str = TRAINED_ADAPTER) -> dict[str, nn.Parameter]:
-    """The matrices of one adapter by their names in the model; ``name`` is the adapter's."""
+    """Matrices A and B of the adapter called ``name``, by their names in the model."""
     suffixes = (f".lora_A.{name}.weight", f".lora_B.{name}.weight")
     matrices = {}
     for full_name, parameter in model.named_parameters():
@@ -205,7 +220,7 @@ def adapter_parameters(model: nn.Module, name: str = TRAINED_ADAPTER) -> dict[st
 
 def add_reference_adapter(policy: Policy) -> None:
     """Add a frozen copy of the trained adapter, for :class:`AdapterReference`."""
-    # peft draws start values, which are overwritten below.
+    # peft draws initial values, which are overwritten below.
     with torch.random.fork_rng(devices=[]):
         policy.adapter.add_adapter(REFERENCE_ADAPTER, policy.adapter.peft_config[TRAINED_ADAPTER])
     policy.adapter.set_adapter(TRAINED_ADAPTER)
@@ -214,7 +229,7 @@ def add_reference_adapter(policy: Policy) -> None:
 
 @torch.no_grad()
 def copy_to_reference_adapter(model: nn.Module) -> None:
-    """Give the frozen adapter the values of the trained one, in place."""
+    """Copy the values of the trained adapter into the frozen reference adapter, in place."""
     trained = adapter_parameters(model).values()
     frozen = adapter_parameters(model, REFERENCE_ADAPTER).values()
     for old, new in zip(frozen, trained, strict=True):
@@ -222,15 +237,15 @@ def copy_to_reference_adapter(model: nn.Module) -> None:
 
 
 class AdapterReference:
-    """The reference of the KL without a second model in memory: the policy's model with its adapter
-    switched off, or with a frozen adapter.
+    """Reference of the KL that needs no second model in memory.
 
+    It is the policy's model, with the trained adapter switched off or replaced by a frozen adapter.
     It is called like a :class:`grpo.algorithm.logprobs.CompletionScorer`, between updates, and
     computes no gradients.
     """
 
     def __init__(self, policy: Policy, scorer: CompletionScorer):
-        """``scorer`` is the policy's own, which FSDP may have sharded."""
+        """``scorer`` is the policy's scorer, which FSDP may have sharded."""
         self.policy = policy
         self.scorer = scorer
         self.model = policy.model
@@ -252,13 +267,13 @@ class AdapterReference:
                 adapter.base_model.disable_adapter_layers()
             return self.scorer(*inputs)
         finally:
-            # set_adapter() marks parameters as trained. Under FSDP these must be the shards, which
+            # set_adapter() marks parameters as trained. Under FSDP it must mark the shards, which
             # the optimizer holds, not the gathered weights of the forward pass.
             reshard(self.scorer)
             adapter.base_model.enable_adapter_layers()
             adapter.set_adapter(TRAINED_ADAPTER)
-            # It marks the whole adapter, also in a vision tower, for whose gradients DDP would wait
-            # forever.
+            # set_adapter() marks the whole adapter, also in a vision tower, for whose gradients DDP
+            # would wait forever.
             for parameter in self.policy.unused_by_text.values():
                 parameter.requires_grad_(False)
             self.model.train(was_training)
@@ -275,8 +290,8 @@ def adapted_base(layer: nn.Module) -> nn.Linear | None:
 
 @torch.no_grad()
 def effective_weight(layer: nn.Module) -> torch.Tensor:
-    """The weight ``[out, in]`` of a linear layer, with its adapter ``W + scale * B @ A``; the sum
-    is in fp32."""
+    """Weight ``[out, in]`` of a linear layer. For a layer with an adapter this is the sum ``W +
+    scale * B @ A``, in fp32."""
     base = adapted_base(layer)
     if base is None:
         return layer.weight.detach()

@@ -1,5 +1,4 @@
-"""The policy: the model that is trained, with its precision, context and dropout; and the frozen
-reference model of the KL term."""
+"""The policy, which is the model that is trained, and the frozen reference model of the KL term."""
 
 from __future__ import annotations
 
@@ -26,14 +25,14 @@ LAYER_PREFIX = re.compile(r"^.*?\.\d+\.")
 
 @dataclass
 class Policy:
-    """A causal language model, its tokenizer, and the precision it computes in."""
+    """A causal language model, its tokenizer, and the precision of its forward passes."""
 
     model: PreTrainedModel
-    """The bare model with fp32 master weights. DDP wraps a scorer around it; FSDP shards its
-    parameters in place."""
+    """The bare model with fp32 master weights. DDP wraps the scorer that calls this model. FSDP
+    shards the model's parameters in place."""
     tokenizer: PreTrainedTokenizerBase
     eos_ids: tuple[int, ...]
-    """Every token that ends a completion; see :func:`grpo.model.end_tokens`."""
+    """Ids of all tokens that end a completion; see :func:`grpo.model.end_tokens`."""
     pad_id: int
     """Token id in padded positions. Masks come from lengths, never from this id, which may be an
     EOS token."""
@@ -41,18 +40,19 @@ class Policy:
     precision: str
     """``bf16`` (autocast) or ``fp32``."""
     adapter: Any = None
-    """peft's model around ``model``: its LoRA adapter is trained, and nothing else. Default: None,
-    all weights are trained."""
+    """peft's wrapper of ``model``, if a LoRA adapter alone is trained. None if all weights are
+    trained."""
     unused_by_text: dict[str, nn.Parameter] = field(default_factory=dict)
-    """Parameters that :func:`freeze_unused_by_text` has frozen, by name. Checkpoints hold them,
-    too."""
+    """Parameters, by name, that :func:`freeze_unused_by_text` has frozen. Checkpoints hold these
+    parameters, too."""
     is_llama: bool = False
-    """True if the decode step that is written out for Llama's architecture gives this model's
-    logits; :func:`grpo.rollout.check_model` sets it."""
+    """True if the decode step that is written for Llama's architecture computes the same logits as
+    this model. :func:`grpo.rollout.check_model` sets it."""
 
     @property
     def trained_model(self) -> Any:
-        """The model, or peft's model around it: what checkpoints write with ``save_pretrained``."""
+        """The object that checkpoints write with ``save_pretrained``: the model, or peft's wrapper
+        of it."""
         return self.adapter or self.model
 
     @property
@@ -62,15 +62,15 @@ class Policy:
 
     @property
     def context_length(self) -> int | None:
-        """Most tokens of a sequence; see :func:`context_limit`."""
+        """Largest number of tokens in a sequence; see :func:`context_limit`."""
         return context_limit(self.model.config)
 
     def check_fits_context(self, prompt_length: int, max_length: int) -> None:
         """Raise a UserError if a prompt and a completion of ``max_length`` tokens together exceed
         the context."""
         context = self.context_length
-        # The start of a run has refused a max_length that exceeds the context alone, which is no
-        # fault of the prompt.
+        # A max_length that alone exceeds the context is no fault of the prompt. The start of the
+        # run has refused it.
         if context is not None and max_length < context < prompt_length + max_length:
             raise UserError(
                 f"a prompt of {prompt_length} tokens and a completion of up to {max_length} "
@@ -78,16 +78,17 @@ class Policy:
             )
 
     def without_weights(self) -> Policy:
-        """A copy with the same modules, ties, adapters and buffers, but with its parameters on the
-        meta device.
+        """Return a copy with the same modules, tied parameters, adapters and buffers, but with its
+        parameters on the meta device.
 
-        Rank 0 sends it to the other ranks, which then take their shards of the weights.
+        Rank 0 sends this copy to the other ranks, which then receive their shards of the weights.
         """
         # This hook cannot be pickled, and non-reentrant gradient checkpointing does not need it.
         self.model.disable_input_require_grads()
 
-        # deepcopy takes an object that it finds here, by id, in place of a copy. So no weight is
-        # copied, and modules that shared a parameter share one again.
+        # deepcopy returns the object that it finds under an id in this dictionary, and copies only
+        # other objects. So no weight is copied, and modules that share a parameter also share the
+        # new one.
         copies = {}
         for parameter in self.model.parameters():
             empty = torch.empty_like(parameter, device="meta")
@@ -95,14 +96,14 @@ class Policy:
         return copy.deepcopy(self, copies)
 
     def autocast(self) -> contextlib.AbstractContextManager:
-        """The context of every forward pass: bf16 autocast, or none in fp32."""
+        """Context of every forward pass: bf16 autocast, or in fp32 a context without effect."""
         if self.precision == "fp32":
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=torch.bfloat16)
 
     def score_one_token(self, scorer: nn.Module) -> torch.Tensor:
-        """Log-prob of one token by this model's scorer: a scalar with a graph to every parameter
-        that the model uses for text."""
+        """Log-prob of one token, computed by this model's scorer. The autograd graph of this scalar
+        reaches the parameters that the model uses for text."""
         # A prompt of one token and a completion of one. Which tokens they are does not matter.
         ids_BS = torch.full((1, 2), self.pad_id, device=self.device)
         prompt_lengths_B = torch.tensor([1], device=self.device)
@@ -113,10 +114,11 @@ class Policy:
 
     @contextlib.contextmanager
     def precise_inference_mode(self) -> Iterator[float]:
-        """:meth:`inference` in fp32 (in bf16 if attention has no fp32), to compare two ways of
-        computing the same log-probs.
+        """Enter :meth:`inference_mode` in fp32, to compare two ways of computing the same
+        log-probs. A bf16 model stays in bf16 if its attention has no fp32.
 
-        Yields the ``bound`` for :func:`grpo.attention.precision.is_close`.
+        Yields:
+            The ``bound`` for :func:`grpo.attention.precision.is_close`.
         """
         # The rounding of bf16 would hide mistakes, but flash attention may have no fp32.
         has_fp32 = self.model.config._attn_implementation in ("sdpa", "eager")
@@ -131,8 +133,8 @@ class Policy:
 
     @contextlib.contextmanager
     def inference_mode(self) -> Iterator[None]:
-        """Eval mode, no gradients, autocast. The previous mode is restored, also after an
-        exception."""
+        """Run a block in eval mode, without gradients, under autocast. The previous mode is
+        restored, also after an exception."""
         was_training = self.model.training
         self.model.eval()
         # In train mode transformers drops the KV cache under gradient checkpointing, which gives
@@ -146,17 +148,17 @@ class Policy:
 
 
 def context_limit(config: PreTrainedConfig) -> int | None:
-    """Most tokens of a sequence; None if the configuration names no limit.
+    """Largest number of tokens in a sequence; None if the configuration names no limit.
 
-    For longrope it is the context of the *original* model. Beyond it longrope has other
-    frequencies, and transformers chooses them by the longest row of a forward pass: log-probs would
-    depend on the rows that share a pass.
+    With longrope the limit is the context of the *original* model. Longer rows get other rotary
+    frequencies, and transformers chooses the frequencies by the longest row of a forward pass. The
+    log-probs of a row would then depend on the other rows of the pass.
     """
     text = config.get_text_config()
     limit = getattr(text, "max_position_embeddings", None)
     rope = getattr(text, "rope_parameters", None)
     if not rope:
-        # The name before transformers 5, which a model's own code may still use.
+        # The name of the field before transformers 5, which custom model code may still use.
         rope = getattr(text, "rope_scaling", None) or {}
     # Some models have one entry for each type of layer.
     for options in (rope, *rope.values()):
@@ -182,7 +184,7 @@ def as_value_error(prefix: str) -> Iterator[None]:
 
 
 def check_finite(model: nn.Module, path: str | Path) -> None:
-    """Raise a ValueError if a weight is NaN or infinite; ``path`` is named in its message."""
+    """Raise a ValueError if a weight is NaN or infinite. The message names ``path``."""
     for name, parameter in model.named_parameters():
         if parameter.numel() == 0:
             continue
@@ -198,7 +200,8 @@ def num_parameters(
     *,
     trained: bool = False,
 ) -> int:
-    """Number of parameters, or of those that are trained. A tied parameter counts once."""
+    """Number of parameters; with ``trained``, of trained parameters only. A tied parameter counts
+    once."""
     total = 0
     for parameter in model.parameters():
         if parameter.requires_grad or not trained:
@@ -209,8 +212,8 @@ def num_parameters(
 def freeze_unused_by_text(model: nn.Module, output: torch.Tensor) -> dict[str, nn.Parameter]:
     """Freeze the parameters that ``output`` does not depend on, and return them by name.
 
-    ``output`` is computed from text. In a model that reads images it does not depend on the vision
-    tower, for whose gradients DDP would wait forever.
+    ``output`` is computed from text. In a model that also reads images, ``output`` does not depend
+    on the vision tower, and DDP would wait forever for the tower's gradients.
 
     Raises:
         ValueError: if ``output`` depends on no trained parameter.
@@ -237,16 +240,16 @@ def freeze_unused_by_text(model: nn.Module, output: torch.Tensor) -> dict[str, n
 
     frozen = {}
     for name in without_gradient:
-        # In a layer that this token reaches, other tokens may use more parameters, such as those of
-        # other experts. They stay trained.
+        # In a layer that this token reaches, other tokens may use more parameters, such as other
+        # experts. These parameters stay trained.
         if reached_layers.isdisjoint(LAYER_PREFIX.findall(name)):
             frozen[name] = trained[name].requires_grad_(False)
     return frozen
 
 
 def make_reference(model: nn.Module) -> nn.Module:
-    """A frozen copy of a model, or of its scorer, in eval mode. Until the model changes, the KL
-    between them is 0."""
+    """Return a frozen copy of a model, or of a model's scorer, in eval mode. Until the model
+    changes, the KL between model and copy is 0."""
     reference = copy.deepcopy(model)
     return reference.eval().requires_grad_(False)
 
@@ -254,9 +257,9 @@ def make_reference(model: nn.Module) -> nn.Module:
 def store_frozen_in_bf16(policy: Policy) -> None:
     """Store the weights of frozen linear layers in bf16, which halves their memory.
 
-    Autocast casts these weights to bf16 at every use, so logits keep their bits. A short forward
-    pass proves it: if it gives other logits or fails, all weights stay in fp32. In a policy of
-    precision fp32 nothing changes.
+    Autocast casts these weights to bf16 at every use anyway, so logits stay the same to the bit. A
+    short forward pass checks this: if it fails or gives other logits, all weights stay in fp32. A
+    policy of precision fp32 is not changed.
     """
     if policy.precision != "bf16":
         return
@@ -276,11 +279,12 @@ def store_frozen_in_bf16(policy: Policy) -> None:
     with policy.inference_mode():
         expected = model(input_ids=ids_1S, use_cache=False).logits
         for name, layer in layers.items():
-            # A copy, since the layer in fp32 may have to come back.
+            # The layer is copied, since the fp32 layer may have to be put back.
             half = copy.deepcopy(layer).bfloat16()
             half.__class__ = BF16Linear
             model.set_submodule(name, half)
-        # Some models' own code reads a weight, or multiplies by fp32 tensors without autocast.
+        # The code of some models reads a weight, or multiplies by fp32 tensors without autocast,
+        # which may fail here.
         with contextlib.suppress(Exception):
             logits = model(input_ids=ids_1S, use_cache=False).logits
             if torch.equal(logits, expected):
@@ -290,9 +294,13 @@ def store_frozen_in_bf16(policy: Policy) -> None:
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The decoder layers of a model, in order; ValueError if it has no list of modules."""
-    # Architectures give this list different names, but it holds the most parameters: lists inside
-    # of a layer (experts), and that of a vision tower, hold fewer.
+    """Return the decoder layers of a model, in order.
+
+    Raises:
+        ValueError: if the model has no list of modules.
+    """
+    # Architectures give this list different names, but it holds the most parameters. The list of
+    # the experts in a layer, or of the layers of a vision tower, holds fewer.
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     if not lists:
         raise ValueError(
@@ -307,18 +315,19 @@ def sync_reference(
     model: nn.Module,
     alpha: float,
 ) -> None:
-    """``ref = alpha * policy + (1 - alpha) * ref``, in place."""
+    """Set the reference to ``alpha * policy + (1 - alpha) * reference``, in place."""
     for old, new in zip(reference.parameters(), model.parameters(), strict=True):
         old.lerp_(new, alpha)
 
 
 class BF16Linear(nn.Linear):
-    """A frozen linear layer in bf16. Outside autocast it computes in the dtype of its input."""
+    """A frozen linear layer in bf16. Outside autocast the layer computes in the dtype of its
+    input."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if torch.is_autocast_enabled(x.device.type):
             return super().forward(x)
-        # The checks at the start of a run compute in fp32, where nn.Linear refuses other weights.
+        # The checks at the start of a run compute in fp32, where nn.Linear refuses bf16 weights.
         bias = self.bias
         if bias is not None:
             bias = bias.to(x.dtype)
@@ -329,9 +338,9 @@ class BF16Linear(nn.Linear):
 def turn_dropout_off(model: nn.Module) -> None:
     """Set every probability of dropout, and every amount of noise, to 0.
 
-    They are found by their names, in modules and in the configurations that some models read in
-    their forward pass. :func:`grpo.rollout.check_model` then checks that training mode computes
-    what eval mode computes.
+    The attributes are found by their names, in modules and in the configurations that some models
+    read in their forward pass. Afterwards :func:`grpo.rollout.check_model` checks that training
+    mode computes what eval mode computes.
     """
     holders = []
     for module in model.modules():
@@ -341,10 +350,10 @@ def turn_dropout_off(model: nn.Module) -> None:
     for holder in holders:
         for name, value in list(vars(holder).items()):
             is_random = any(word in name for word in ("drop", "jitter", "noise"))
-            # Flags and modules of such names stay as they are.
+            # Flags and modules with such names stay as they are.
             if is_random and isinstance(value, float):
                 setattr(holder, name, 0.0)
-        # PyTorch's own modules call it p.
+        # PyTorch's dropout modules call the probability p.
         if isinstance(holder, nn.modules.dropout._DropoutNd):
             holder.p = 0.0
 
@@ -353,7 +362,8 @@ def in_training_mode(
     policy: Policy,
     compute: Callable[[], torch.Tensor],
 ) -> list[torch.Tensor]:
-    """Results of ``compute`` in training mode under two seeds, which differ if it is random.
+    """Call ``compute`` in training mode under two seeds, and return both results. They differ if
+    ``compute`` is random.
 
     The model's mode and the global random generators are restored.
     """

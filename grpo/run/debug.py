@@ -1,4 +1,4 @@
-"""Prints and checks of ``--debug``: the tensors of each step, and one group."""
+"""Output and checks of ``--debug``: the tensors and the first group of each step."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from grpo.telemetry.accumulator import Accumulator
 
 
 def show_step(run: Run, step: Step) -> None:
-    """Print the tensors of a step before its update and its first group, and check the tensors.
+    """Print the tensors and the first group of a step before its update, and check the tensors.
 
     Raises:
-        AssertionError: naming the tensor that has a value which is not finite.
+        AssertionError: if a tensor has a value that is not finite, with the tensor's name.
     """
     show = run.log.reporter.print
     batch = step.batch
@@ -28,7 +28,8 @@ def show_step(run: Run, step: Step) -> None:
 
     group = step.groups[0]
     problem = group.problem
-    # Decoded from the token ids, so that a wrong chat template or a doubled BOS token shows.
+    # The prompt is decoded from the token ids, so that a wrong chat template or a doubled BOS token
+    # shows.
     prompt = run.learner.policy.tokenizer.decode(problem.prompt_ids)
     show(f"problem {problem.index}, {len(problem.prompt_ids)} tokens, as the model sees it:")
     show(textwrap.indent(prompt, "  | "))
@@ -48,16 +49,17 @@ def show_step(run: Run, step: Step) -> None:
 
 
 def check_update(learner: Learner, metrics: Accumulator) -> None:
-    """Check that the importance ratio is 1 and the KL is 0 at the first update, without dropout.
+    """Check that the importance ratio is 1 and the KL is 0 at the first update. With dropout
+    nothing is checked.
 
     Raises:
-        AssertionError: with the value that differs.
+        AssertionError: if ratio or KL differs, with its value.
     """
     model = learner.config.model
-    # AdamW has no state before its first update.
+    # AdamW has state only after its first update.
     if learner.optimizer.state:
         return
-    # Dropout makes two passes over the same rows differ.
+    # With dropout, two passes over the same rows differ.
     if not model.disable_dropout:
         return
     means = metrics.reduce(learner.world)
@@ -71,6 +73,7 @@ def check_update(learner: Learner, metrics: Accumulator) -> None:
     for name, value in expected.items():
         mean = means[name]
         fact = f"{name} of the first update: {mean:.6f}"
-        # The mean is NaN, and passes, if no completion has an advantage: no ratio was computed.
+        # If no completion has an advantage, no ratio was computed. The mean is then NaN, and
+        # passes.
         assert not abs(mean - value) > tolerance, f"{fact}, not {value}"
         learner.reporter.print(fact)

@@ -1,6 +1,6 @@
-"""The end of a run: complete, stopped by a signal, or failed.
+"""The end of a run, which is complete, stopped by a signal, or failed.
 
-The newest complete step is then on disk, unless a failure made it impossible to save.
+Afterwards the newest complete step is on disk, unless a failure made it impossible to save.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ def run_to_completion(run: Run, train: Callable[[Run], None], *, ends_process: b
     it in a collective, and torchrun ends them.
 
     Args:
-        ends_process: False for a program that goes on afterwards. A single process then raises the
-            failure instead of ending.
+        train: the training loop.
+        ends_process: False if a calling program goes on afterwards. A single process then raises
+            the failure instead of ending.
     """
-    # A rank that only raised would leave the others waiting.
+    # A rank that only raised the failure would leave the others waiting.
     ends_process = ends_process or not run.world.is_single_process
     code = 0
     try:
@@ -38,7 +39,7 @@ def run_to_completion(run: Run, train: Callable[[Run], None], *, ends_process: b
         assert not run.progress.mid_update, "an update is never interrupted"
         run.log.saver.save_newest()
     except BaseException as failure:
-        # A second error from here on, of a full disk for example, must not hide the failure.
+        # A second error from here on, for example of a full disk, must not hide the failure.
         with contextlib.suppress(Exception):
             _rescue_and_report(run, failure, ends_process)
         with contextlib.suppress(Exception):
@@ -70,7 +71,8 @@ def print_result(run: Run) -> None:
 
 
 def _rescue_and_report(run: Run, failure: BaseException, ends_process: bool) -> None:
-    """Save the newest complete step; print the failure, or add a note to it if it is raised."""
+    """Save the newest complete step, and print the failure. If the process goes on, the failure
+    gets a note and is not printed."""
     try:
         saved = run.log.saver.rescue()
     except Exception as error:  # the device may be unable to return the weights

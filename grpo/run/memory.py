@@ -1,9 +1,10 @@
-"""Tries the largest possible step before the first one, so that too little memory shows at once.
+"""Try the largest possible step before the first step of a run, so that too little memory shows at
+once.
 
-Completions grow during training: without the try, a run could be out of memory after hours. The
-tried step has the longest prompts, and completions of full length. A default that does not fit is
-halved until it does, on all ranks alike. Checkpoints hold the lowered value, so that a continued
-run cuts its batches into the same micro-batches.
+Completions grow during training. Without the try, a run could be out of memory after hours. The
+tried step has the longest prompts, and completions of full length. If the default of a memory limit
+does not fit, it is halved until it fits, on all ranks alike. Checkpoints hold the lowered limit, so
+that a continued run cuts its batches into the same micro-batches.
 """
 
 import gc
@@ -24,8 +25,8 @@ OUT_OF_MEMORY = (
     "|STATUS_ALLOC_FAILED|STATUS_NOT_INITIALIZED"  # cuBLAS
     "|could not create a primitive"  # oneDNN
 )
-"""Pattern of the messages of out-of-memory errors, which share no class. The error of another rank
-arrives as a message alone."""
+"""Pattern of the messages of out-of-memory errors, which have no common class. The error of another
+rank arrives as a message alone."""
 MEMORY_LIMITS = ("optim.tokens_per_microbatch", "rollout.tokens_in_flight")
 """Settings whose defaults may be lowered. The fields of ``Progress`` with the same names hold the
 lowered values."""
@@ -37,7 +38,7 @@ def try_largest_step(run: Run, problems: list[Problem]) -> str:
     Random generators, weights, gradients and the optimizer do not change.
 
     Raises:
-        ValueError: on all ranks, if memory runs out on one and no default can be lowered.
+        ValueError: on all ranks, if memory runs out on one rank and no default can be lowered.
     """
     world = run.world
     config = run.config
@@ -55,7 +56,7 @@ def try_largest_step(run: Run, problems: list[Problem]) -> str:
         prompts += [problem.prompt_ids] * G
     row_tokens = len(prompts[0]) + max_length
 
-    # A minibatch, all of whose groups have the longest prompt: no micro-batch is heavier than the
+    # A minibatch in which all groups have the longest prompt. So no micro-batch is heavier than the
     # first.
     completion = Completion((0,) * max_length, text="", finished=False)
     group = Group(longest_first[0], (completion,) * G)
@@ -64,14 +65,14 @@ def try_largest_step(run: Run, problems: list[Problem]) -> str:
     minibatch = collate([group] * num_groups, no_advantages_PG, pad_id=0, device=world.device)
 
     devices = [world.device] if world.device.type == "cuda" else []
-    # Not learner.scorer: DDP would average the gradients, and a rank that is out of memory would
-    # leave the others waiting in this collective.
+    # The bare scorer is tried: DDP would average the gradients, and a rank that is out of memory
+    # would leave the others waiting in this collective.
     scorer = learner.bare_scorer
 
     def try_update(num_tokens: int) -> None:
         if devices and learner.policy.is_llama:
-            # The tried update comes before any rollout, and CUDA graphs keep memory between
-            # rollouts. Ten fp32 tensors of vocabulary size for each row were measured to be a
+            # In a real step, CUDA graphs keep memory after the rollout; before this update there
+            # was no rollout. Ten fp32 tensors of vocabulary size for each row were measured to be a
             # little more than all that a real step takes beyond the tried one.
             vocabulary = len(learner.policy.model.get_input_embeddings().weight)
             _reserved = torch.empty(10 * len(prompts), vocabulary, device=world.device)
@@ -112,17 +113,19 @@ def _fit(
     row_tokens: int,
     attempt: Callable,
 ) -> None:
-    """Halve a number of tokens until ``attempt`` fits in memory, and lower the setting to it.
+    """Halve a number of tokens until ``attempt`` fits in memory, and lower the setting ``key`` to
+    this number.
 
     Args:
         key: the setting, one of :data:`MEMORY_LIMITS`.
-        most_tokens: its value; if ``tokens_in_flight`` has none, the tokens of all rows.
+        most_tokens: value of the setting, or the tokens of all rows if ``tokens_in_flight`` has
+            no value.
         row_tokens: tokens of the longest row. A smaller limit has no effect.
-        attempt: function of a number of tokens, which fails if that is too much.
+        attempt: function of a number of tokens, which fails if this number is too large.
 
     Raises:
-        ValueError: if the user has set the key to a value that does not fit, or if one row does
-            not fit.
+        ValueError: if the user has set the key to a value that does not fit, or if one row does not
+            fit.
     """
     message = (
         f"the largest possible step does not fit in memory: {key}={most_tokens} is too much for "
@@ -130,12 +133,13 @@ def _fit(
     )
     num_tokens = most_tokens
     while True:
-        # A failed attempt leaves tensors in reference cycles: of its traceback, for example.
+        # A failed attempt leaves tensors in reference cycles, for example in those of its
+        # traceback.
         gc.collect()
         try:
             with learner.world.fail_together():
-                # AdamW creates its two averages of each gradient in the first update, so that they
-                # lie beside the activations of the second one.
+                # AdamW creates its two averages of each gradient in the first update. From the
+                # second update on they lie in memory beside the activations.
                 averages = []
                 for parameter in learner.policy.model.parameters():
                     if parameter.requires_grad and parameter not in learner.optimizer.state:
@@ -147,7 +151,7 @@ def _fit(
             if not re.search(OUT_OF_MEMORY, repr(error)):
                 raise
             fewer_tokens = max(num_tokens // 2, row_tokens)
-            # After a pass that failed amid its collectives, FSDP can begin no other one.
+            # After a pass that failed between its collectives, FSDP cannot begin another pass.
             if learner.is_sharded:
                 raise ValueError(f"{message}: try {fewer_tokens}") from error
             if num_tokens <= row_tokens:
@@ -162,7 +166,7 @@ def _fit(
 
     if num_tokens < most_tokens:
         section, name = key.split(".")
-        # A value that the user has set is never changed without their word.
+        # A value that the user has set is never changed: the user has to change it.
         if name in getattr(learner.config, section).model_fields_set:
             raise ValueError(f"{message}; {num_tokens} fits")
         setattr(learner.progress, name, num_tokens)
@@ -170,7 +174,7 @@ def _fit(
 
 
 def forget_lowered_limits(progress: Progress, config: Config) -> None:
-    """Drop the lowered values of a checkpoint where the user has set the setting since."""
+    """Drop a lowered limit of a checkpoint if the user has set this limit since."""
     for key in MEMORY_LIMITS:
         section, name = key.split(".")
         if name in getattr(config, section).model_fields_set:

@@ -37,11 +37,11 @@ def record_microbatch(
 ) -> None:
     """Add a micro-batch's entropy to the metrics.
 
-    The first iteration over the batch also adds the difference between sampled and scored
-    log-probs, and keeps the old log-probs for the records of completions.
+    The first iteration over the batch also adds the difference between the log-probs from sampling
+    and from scoring, and keeps the old log-probs for the records of completions.
 
     Args:
-        new_BT, old_BT: ``[B, T]`` log-probs of the loss, nats.
+        new_BT, old_BT: ``[B, T]`` new and old log-probs of the loss, in nats.
     """
     counted_BT = micro.is_counted_BT
     count = counted_BT.sum()
@@ -53,7 +53,8 @@ def record_microbatch(
 
     T = old_BT.shape[1]
     step.reported_old_BT[micro.row_B, :T] = old_BT
-    # The old log-probs of dppo_tv are those of the sampler: their difference would always be 0.
+    # The old log-probs of dppo_tv come from the sampler, so their difference from the sampler's
+    # would always be 0.
     trainer_BT = new_BT if algorithm.objective == "dppo_tv" else old_BT
     difference_BT = (trainer_BT - micro.sampling_logprobs_BT).abs()
     difference = (difference_BT * counted_BT).sum()
@@ -61,9 +62,9 @@ def record_microbatch(
 
 
 def step_line(run: Run, step: Step) -> dict[str, float]:
-    """The step's object for ``metrics.jsonl``, over all ranks.
+    """Return the object of a step for ``metrics.jsonl``, over all ranks.
 
-    The seconds of a phase are those of the slowest rank.
+    The seconds of a phase are the seconds of the slowest rank.
     """
     tasks = run.tasks
     metrics = step.metrics
@@ -75,10 +76,12 @@ def step_line(run: Run, step: Step) -> dict[str, float]:
     # Everything added so far is of this rank alone.
     reduced = metrics.reduce(run.world)
     reduced["num_tokens"] = run.progress.num_tokens + int(reduced["num_tokens"])
-    # Tokens of all ranks by seconds of the slowest: a mean of the ranks' rates would be another.
+    # The rate is the tokens of all ranks divided by the seconds of the slowest rank. A mean of the
+    # ranks' rates would be another number.
     reduced["tokens_per_second"] = reduced.pop("completion_tokens") / reduced["step_time"]
 
-    # The advantages have gathered the rewards: every rank computes the same from all of them.
+    # The rewards of all ranks were gathered for the advantages, so every rank computes the same
+    # numbers from all rewards.
     num_steps = step.number + 1
     line = {
         "step": num_steps,
@@ -100,11 +103,11 @@ def reward_metrics(
     values_PGF: Tensor,
     rewards_PG: Tensor,
 ) -> dict[str, float]:
-    """Reward statistics of the completions of all ranks.
+    """Return statistics of the rewards of all ranks.
 
     Args:
-        values_PGF: values of the reward functions, NaN where a function gave none.
-        rewards_PG: their weighted sums, NaN where no function gave a value.
+        values_PGF: values of the reward functions, NaN where a function gave no value.
+        rewards_PG: weighted sums of the values, NaN where no function gave a value.
     """
     is_unscored_PG = rewards_PG.isnan()
     metrics = {
@@ -120,15 +123,15 @@ def reward_metrics(
 
 
 def add_completions(groups: Sequence[Group], metrics: Accumulator) -> None:
-    """Add lengths, truncation and token counts of this rank's groups."""
+    """Add lengths, truncation and token counts of this rank's groups to the metrics."""
     lengths = []
     num_truncated = 0
     num_tokens = 0
     for group in groups:
         prompt_length = len(group.problem.prompt_ids)
         for completion in group.completions:
-            # Lengths count the tokens that the model sampled. num_tokens also counts those of
-            # tools, which the model reads.
+            # Lengths count the tokens that the model sampled. num_tokens also counts prompts and
+            # the tokens that tools wrote, which the model reads.
             lengths.append(len(completion.sampled_ids))
             num_tokens += prompt_length + len(completion.ids)
             if not completion.finished:
@@ -144,7 +147,7 @@ def add_completions(groups: Sequence[Group], metrics: Accumulator) -> None:
 
 
 def report_completions(run: Run, step: Step) -> None:
-    """Write a few of the main rank's completions."""
+    """Write a few completions of the main rank to a file, if the step is due for it."""
     number = run.progress.step
     is_due = run.config.logging.log_completions and run.log.reporter.is_due(number)
     # Under FSDP all ranks score: a forward pass is a collective.
@@ -153,7 +156,8 @@ def report_completions(run: Run, step: Step) -> None:
 
 
 def logged_completions(run: Run, step: Step) -> list[dict[str, Any]]:
-    """Records of completions, two of each problem if that is enough, scored by the new weights."""
+    """Return records of ``log_completions`` completions, scored by the new weights. A problem has
+    two records, or more if the step has too few problems."""
     world = run.world
     learner = run.learner
     num_completions = run.config.logging.log_completions
@@ -165,7 +169,7 @@ def logged_completions(run: Run, step: Step) -> list[dict[str, Any]]:
     pairs = pairs[:num_completions]
     indices = [p * G + g for p, g in pairs]
 
-    # A row that the update skipped is scored too: it has no old log-prob but the sampler's.
+    # A row that the update skipped is scored too. Its old log-probs are those of the sampler.
     batch = replace(step.batch, old_logprobs_BT=step.reported_old_BT, is_computed_B=None)
     rows = batch.select(torch.tensor(indices))
     updated_BT = batch_logprobs(learner, learner.bare_scorer, rows)
@@ -185,13 +189,14 @@ def logged_completions(run: Run, step: Step) -> list[dict[str, Any]]:
 
 
 def _mean(values: Tensor) -> float:
-    """Mean of the values that are not NaN; NaN if there are none."""
+    """Mean of the values that are not NaN; NaN if all values are NaN."""
     # In float64: rewards may be so large that their sum overflows fp32.
     return values.double().nanmean().item()
 
 
 def _std(values: Tensor) -> float:
-    """Standard deviation (n - 1) of the values that are not NaN; 0 of one value, NaN of none."""
+    """Standard deviation (n - 1) of the values that are not NaN; 0 for a single value, NaN for no
+    value."""
     scored = values[~values.isnan()].double()
     if len(scored) == 0:
         return math.nan

@@ -1,5 +1,5 @@
-"""The models of a run, its optimizer and its learning-rate schedule, in the state of the step where
-the run starts."""
+"""Build the models of a run, the optimizer and the learning-rate schedule, in the state of the step
+where the run starts."""
 
 from __future__ import annotations
 
@@ -42,20 +42,23 @@ class Models:
 
     policy: Policy
     scorer: CompletionScorer
-    """Scorer of the policy, not yet wrapped in DDP; under FSDP the root group."""
+    """Scorer of the policy. It is not yet wrapped in DDP. Under FSDP it is the root of the sharded
+    modules."""
     ref_scorer: CompletionScorer | lora.AdapterReference | None
     optimizer: torch.optim.Optimizer
     lr_schedule: LRScheduler
     why_padded: str | None
-    """The reason why each prompt is scored once per completion. None: once per group."""
+    """Reason why each prompt is scored once per completion. None if each prompt is scored once per
+    group."""
     moving_reference: dict[str, torch.Tensor]
-    """Weights of the reference by name, for checkpoints, if they change during training
-    (``ref_sync_steps``); else empty."""
+    """Weights by name, for checkpoints, of a reference that changes during training
+    (``ref_sync_steps``). Empty if there is no such reference."""
     sampler: Policy
-    """The policy that the built-in engine samples with. Under FSDP its model is one of this rank
-    alone."""
+    """Policy that the built-in engine samples from. Under FSDP its model is a second model, which
+    is not sharded."""
     gathered: GatheredWeights | None
-    """Fills the sampler's model under FSDP. None: the sampler is the policy, or vLLM samples."""
+    """Fills the model of ``sampler`` with the weights under FSDP. None without FSDP, or if vLLM
+    samples."""
 
 
 def build_models(
@@ -71,16 +74,16 @@ def build_models(
 
     Args:
         path: the folder or Hub id that ``model.name_or_path`` stands for.
-        reference_path: the same of ``model.reference``. Default: the reference is the model that
-            training starts from.
+        reference_path: the folder or Hub id that ``model.reference`` stands for. Default: the
+            reference is the model that training starts from.
 
     Raises:
         ValueError: on all ranks, if a model cannot be loaded, or if policy, reference and
-            checkpoint do not fit.
+            checkpoint do not fit each other.
     """
     algorithm = config.algorithm
     is_sharded = config.runtime.parallel == "fsdp" and not world.is_single_process
-    # Loading for FSDP and its passes have collectives, which fail_together() may not hold.
+    # Loading and passes under FSDP have collectives, which must not be inside fail_together().
     fail_together = contextlib.nullcontext if is_sharded else world.fail_together
 
     def load(folder: str) -> Policy:
@@ -106,8 +109,8 @@ def build_models(
         return policy
 
     def load_reference() -> Policy:
-        # Not the checkpoint's weights: without model.reference, the KL is measured from the model
-        # that training began with.
+        # The reference does not get the checkpoint's weights: without model.reference, the KL is
+        # measured from the model that training began with.
         reference = load(reference_path or path)
         reference.model.eval().requires_grad_(False)
         # A reference that moves needs its fp32 weights: bf16 would round small steps away.
@@ -122,7 +125,7 @@ def build_models(
         return policy, CompletionScorer(policy.model, config.rollout.temperature), None
 
     def check(policy: Policy, scorer: CompletionScorer) -> str | None:
-        # Inside of the root's forward pass, where FSDP has gathered the weights.
+        # The check runs inside of the root's forward pass, where FSDP has gathered the weights.
         return run_in_forward_pass(
             scorer,
             lambda: check_model(
@@ -154,7 +157,8 @@ def build_models(
         moving_reference = _moving_reference(config, ref_scorer, policy)
         optimizer, lr_schedule = _optimizer(config, policy, max_steps, start, moving_reference)
 
-    # The fast ways of scoring and sampling that are right for these models are switched on.
+    # The fast ways of scoring and sampling that give right results with these models are switched
+    # on.
     with fail_together():
         why_padded = check(policy, scorer)
         if isinstance(ref_scorer, CompletionScorer):
@@ -185,11 +189,12 @@ def build_models(
 def _make_adapter(config: Config, policy: Policy, path: str, folder: Path | None) -> None:
     """Put the run's LoRA adapter into the policy's model.
 
-    A frozen adapter, if the reference needs one, gets the values of the start.
+    If the reference needs a frozen adapter, the frozen adapter gets the values that training
+    started from.
 
     Args:
-        path: the model's folder or Hub id.
-        folder: the checkpoint whose values the trained adapter gets. None: those of the start.
+        path: folder or Hub id of the base model.
+        folder: checkpoint whose values the trained adapter gets. None for a new run.
     """
     algorithm = config.algorithm
     settings = config.lora
@@ -207,7 +212,7 @@ def _make_adapter(config: Config, policy: Policy, path: str, folder: Path | None
         seed = derive_seed(config.seed, "lora")
         lora.add_adapter(policy, options, base=base, seed=seed)
     else:
-        if folder is None:  # a continued run has compared these files with its checkpoint's
+        if folder is None:  # a continued run has compared these files with the checkpoint
             check_base(start, path)
         lora.read_adapter(policy, start, base=base, dropout=settings.dropout)
 
@@ -216,7 +221,7 @@ def _make_adapter(config: Config, policy: Policy, path: str, folder: Path | None
     starts_as_reference = algorithm.beta > 0 and config.model.reference is None
     if starts_as_reference and (start is not None or algorithm.ref_sync_steps > 0):
         lora.add_reference_adapter(policy)
-    # After the frozen copy is made, which keeps the values of the start.
+    # Read after the frozen copy is made, which keeps the values that training started from.
     if folder is not None:
         lora.read_values(policy, folder)
 
@@ -227,12 +232,13 @@ def _load_sharded(
     tokenizer: Any,
     load: Callable[[], Policy],
 ) -> tuple[Policy, CompletionScorer, nn.Module]:
-    """The policy that ``load`` returns on rank 0's CPU, sharded.
+    """Load a policy on rank 0's CPU by ``load``, and shard it over all ranks.
 
-    All ranks call it together, and errors of ``load`` are raised on all.
+    All ranks call it together, and an error of ``load`` is raised on all ranks.
 
     Returns:
-        The policy, its scorer, which is the root group, and a copy of its model without weights.
+        The policy; its scorer, the root of the sharded modules; and a copy of the policy's model
+        without weights.
     """
     weights = {}
     empty_policy = None
@@ -241,12 +247,13 @@ def _load_sharded(
             full_policy = load()
             weights = full_policy.model.state_dict(prefix="model.")
             empty_policy = replace(full_policy.without_weights(), tokenizer=None)
-    # The modules are sent, not built again: ties, buffers and adapters are those of the model that
-    # rank 0 has loaded.
+    # The modules are sent and not built again, so that all ranks have the tied parameters, buffers
+    # and adapters of the model that rank 0 has loaded.
     empty_policy = world.broadcast_from_main(empty_policy)
     policy = replace(empty_policy, device=world.device, tokenizer=tokenizer)
     scorer = CompletionScorer(policy.model, config.rollout.temperature)
-    # Copied before shard() replaces the parameters, and moves the buffers of the policy alone.
+    # The model is copied before shard() replaces the parameters. shard() moves the buffers of the
+    # policy alone.
     sampling_model = copy.deepcopy(policy.model).requires_grad_(False)
     for module in sampling_model.modules():
         for name, buffer in module._buffers.items():
@@ -264,7 +271,8 @@ def _load_sharded(
 
 
 def _moving_reference(config: Config, ref_scorer: Any, policy: Policy) -> dict[str, torch.Tensor]:
-    """Weights of a reference that moves towards the policy, by name; else empty.
+    """Weights by name of a reference that moves towards the policy; empty if the reference is
+    fixed.
 
     Raises:
         ConfigError: if the reference has weights of other shapes than the policy.
@@ -289,9 +297,9 @@ def _optimizer(
     start: StartPoint,
     moving_reference: dict[str, torch.Tensor],
 ) -> tuple[torch.optim.Optimizer, LRScheduler]:
-    """The optimizer and the learning-rate schedule of the step where the run starts.
+    """Return the optimizer and the learning-rate schedule of the step where the run starts.
 
-    A moving reference is restored too, from the same files.
+    In a continued run, the optimizer and a moving reference are restored from the checkpoint.
     """
     updates_per_step = config.algorithm.updates_per_step
     optimizer = make_optimizer(policy.model, config.optim)

@@ -18,11 +18,12 @@ from grpo.run.records import Learner
 from grpo.telemetry.accumulator import Accumulator
 
 MAX_SKIPPED_IN_A_ROW = 10
-"""A run stops at so many updates in a row whose gradient is not finite."""
+"""Number of updates in a row with a gradient that is not finite, at which a run stops."""
 
 
 def make_optimizer(model: nn.Module, settings: OptimConfig) -> torch.optim.Optimizer:
-    """AdamW with weight decay on matrices only: norms and biases are not pulled towards 0."""
+    """Return AdamW with weight decay on matrices only. Norms and biases are not pulled towards
+    0."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     matrices = [p for p in parameters if p.dim() >= 2]
     vectors = [p for p in parameters if p.dim() < 2]
@@ -46,7 +47,8 @@ def make_lr_schedule(
     settings: OptimConfig,
     num_updates: int,
 ) -> LambdaLR:
-    """A schedule of ``num_updates`` optimizer updates, by ``transformers.get_scheduler``."""
+    """Return a learning-rate schedule of ``num_updates`` optimizer updates, made by
+    ``transformers.get_scheduler``."""
     name = settings.lr_scheduler_type
     warmup = int(settings.warmup_steps)
     if settings.warmup_steps < 1:  # a fraction, rounded up as transformers does
@@ -63,7 +65,7 @@ def make_lr_schedule(
 
 
 def move_schedule(schedule: LambdaLR, num_updates: int) -> None:
-    """Set the schedule, and the learning rates, to where they are after so many updates."""
+    """Set the schedule and the learning rates to their state after ``num_updates`` updates."""
     # PyTorch warns that the optimizer has made no update before the schedule's first step.
     with warnings.catch_warnings(action="ignore"):
         for _ in range(num_updates):
@@ -71,12 +73,13 @@ def move_schedule(schedule: LambdaLR, num_updates: int) -> None:
 
 
 def apply_update(learner: Learner, metrics: Accumulator) -> None:
-    """Clip the gradient, vote on whether it is finite, step the optimizer and the schedule.
+    """Clip the gradient, and step the optimizer and the schedule.
 
-    If the gradient is not finite on any rank, all ranks skip the update: no weight changes.
+    The ranks vote on whether the gradient is finite. If it is not finite on some rank, all ranks
+    skip the update, and no weight changes.
 
     Raises:
-        ValueError: on all ranks, after ``MAX_SKIPPED_IN_A_ROW`` such gradients in a row.
+        ValueError: on all ranks, after ``MAX_SKIPPED_IN_A_ROW`` skipped updates in a row.
     """
     world = learner.world
     progress = learner.progress
@@ -103,13 +106,14 @@ def apply_update(learner: Learner, metrics: Accumulator) -> None:
     # All ranks skip together, and totals are summed over ranks: the main rank counts for all.
     metrics.total("skipped_updates", float(not is_finite and world.is_main))
 
-    # Not before the error above: after that error the previous step can still be saved, with the
-    # counter of that step.
+    # Set after the error above: after that error the previous step can still be saved, with the
+    # counter of the previous step.
     progress.mid_update = True
     progress.skipped_in_a_row = skipped_in_a_row
     if is_finite:
         learner.optimizer.step()
-    # Also after a skipped update: a resumed run finds the learning rate from the step alone.
+    # The schedule steps also after a skipped update, because a resumed run computes the learning
+    # rate from the step alone.
     learner.lr_schedule.step()
     learner.clear_gradients()
 

@@ -1,6 +1,6 @@
-"""Builds a run from its configuration.
+"""Build a run from its configuration.
 
-Cheap checks come first: rewards, data, then models. A mistake shows within seconds.
+Cheap checks come first: rewards, data, then models. So a mistake shows within seconds.
 
 Code that may fail on one rank alone is inside ``world.fail_together()``: all ranks then stop with
 the message of that rank.
@@ -74,7 +74,7 @@ from grpo.vllm import build_engine
 
 @dataclass(frozen=True)
 class Inputs:
-    """The inputs of a run besides models: functions and tools of the user, and rows of datasets."""
+    """Inputs of a run besides models: the user's functions and tools, and rows of datasets."""
 
     user: UserFunctions
     tools: Tools | None
@@ -91,10 +91,11 @@ def prepare(
     """Check the configuration and build the run; None if the run is already complete.
 
     Args:
-        user_objects: rewards, tools and rows that a calling program passes. Default: none.
+        user_objects: rewards, tools and rows that a calling program passes. Default: the
+            configuration names everything.
 
     Raises:
-        ValueError: on a mistake of the user, with a message of one line.
+        ValueError: if the user made a mistake, with a message of one line.
     """
     with contextlib.ExitStack() as on_failure:
         run = _prepare(config, world, user_objects or UserObjects(), on_failure)
@@ -109,7 +110,8 @@ def _prepare(
     user_objects: UserObjects,
     on_failure: contextlib.ExitStack,
 ) -> Run | None:
-    """:func:`prepare`, with the stack that closes what was opened before an error."""
+    """Do the work of :func:`prepare`. After an error, ``on_failure`` closes everything that was
+    opened."""
     # Ranks with different settings would wait for each other in different collectives.
     world.check_same(settings_of_all_ranks(config))
     check_world_size(config, world.size)
@@ -170,7 +172,8 @@ def _prepare(
     models = build_models(config, world, path, tokenizer, max_steps, start, reference)
     policy = models.policy
 
-    # Output: only now, so that a mistake above leaves no folder, and moves no earlier run aside.
+    # Output comes only now, so that a mistake above leaves no folder, and moves no earlier run
+    # aside.
     eval_problems = evaluation.problems[: config.eval.max_samples]
     # starts.jsonl and dashboards record the command line, which may have secrets.
     mask_command_line()
@@ -180,8 +183,8 @@ def _prepare(
         if world.is_main:
             start_output(config, checkpoint, lock)
             append_line(Path(config.output_dir) / "starts.jsonl", facts)
-    # A run that branches off into another folder does not repeat the last line of the run before,
-    # unless that step is still to be evaluated: the evaluation is added to its line.
+    # A run that continues from another folder does not repeat the last line of the earlier run. An
+    # exception is a step that is still to be evaluated: the evaluation is added to its line.
     continues_here = checkpoint is not None and is_in_output_dir(checkpoint, config)
     reporter = Reporter(
         config,
@@ -193,7 +196,7 @@ def _prepare(
     )
     on_failure.callback(reporter.close)
 
-    # The engine, which may start vLLM. Its logs go to the output folder.
+    # The engine, which may start vLLM. The log of vLLM goes to the output folder.
     probe_ids = train.problems[0].prompt_ids
     engine = _build_engine(config, world, models, path, probe_ids, reporter)
     on_failure.callback(engine.close)
@@ -208,7 +211,7 @@ def _prepare(
         with world.fail_together():
             engine.check()
 
-    # The records, each of one concern.
+    # The four records of the run.
     learner = Learner(
         config=config,
         world=world,
@@ -228,7 +231,8 @@ def _prepare(
     # A full disk, or a model that cannot be saved, shows now instead of at the end.
     if not config.debug:
         saver.try_saving()
-    # Late: until here a stop signal ends the process at once, as there is nothing to save.
+    # Signals are handled only from here on: before, a stop signal ends the process at once, as
+    # there is nothing to save.
     signals = Signals(world)
     on_failure.callback(signals.close)
 
@@ -259,7 +263,7 @@ def _read_inputs(
     user_objects: UserObjects,
     on_failure: contextlib.ExitStack,
 ) -> Inputs:
-    """Load the user's functions and the rows, and check them against each other."""
+    """Load the user's functions and the rows, and check that they fit each other."""
     user = load_user_functions(config)
 
     specs = []
@@ -270,7 +274,7 @@ def _read_inputs(
     if config.uses_turns:
         tools = Tools(config, user_objects.tools)
         on_failure.callback(tools.close)
-        # An environment may give a reward of its own.
+        # An environment may have a reward, too.
         specs = tools.load().reward_specs(specs)
     rewards = RewardRunner(
         specs,
@@ -313,7 +317,7 @@ def _read_inputs(
             f"{remedy}"
         )
 
-    # No reporter yet: it needs the output folder.
+    # There is no reporter yet, because it needs the output folder.
     if world.is_main:
         for note in rewards.notes:
             print(note)
@@ -329,11 +333,17 @@ def _find_start(
     checkpoint: Path | None,
     origin: str | None,
 ) -> StartPoint:
-    """The state that the run starts from.
+    """Return the state that the run starts from.
+
+    Args:
+        path: folder or Hub id of the model.
+        reference: folder or Hub id of the reference model; None without one.
+        checkpoint: the checkpoint to continue from; None for a new run.
+        origin: origin of the run, from :func:`grpo.checkpoint.resume.find_checkpoint`.
 
     Raises:
-        ValueError: on all ranks, if ranks read different files, or if settings or files differ from
-            those of the checkpoint's run.
+        ValueError: on all ranks, if ranks read different files, or if settings or files have
+            changed since the checkpoint.
     """
     with world.fail_together():
         files = dict(inputs.user.source_files)
@@ -345,7 +355,7 @@ def _find_start(
             content["the evaluation rows"] = fingerprint(inputs.evaluation)
         start = read_start_point(config, checkpoint, {"origin": origin, "content": content})
 
-    # Folders may have other names on other machines: the digests alone are compared.
+    # Folders may have other names on other machines, so only the digests are compared.
     digests = " ".join(sorted(content.values()))
     files_in_words = (
         "the content of data.dataset, model.name_or_path, reward.functions or another file"
@@ -364,9 +374,10 @@ def _tokenize(
     reference: str | None,
     inputs: Inputs,
 ) -> tuple[Any, ProblemSet, ProblemSet]:
-    """The tokenizer, and the problems to train and to evaluate on.
+    """Return the tokenizer, the problems to train on, and the problems to evaluate on.
 
-    Every prompt fits into the model's context together with a completion.
+    Raises:
+        ValueError: if a prompt and its completion together exceed the model's context.
     """
     trust = config.model.trust_remote_code
     max_length = config.rollout.max_completion_length
@@ -389,7 +400,7 @@ def _tokenize(
     evaluation = ProblemSet([])
     if inputs.evaluation is not None:
         evaluation = make(inputs.evaluation)
-    # All prompts of the split may have been too long.
+    # If all prompts of the split were too long, there is no problem left.
     if evaluation.problems:
         check_eval_context(config, path, evaluation.problems)
     return tokenizer, train, evaluation
@@ -403,11 +414,11 @@ def _build_engine(
     probe_ids: Sequence[int],
     reporter: Reporter,
 ) -> Engine:
-    """The engine that ``rollout.engine`` names.
+    """Return the engine that ``rollout.engine`` names.
 
     Args:
         path: the folder or Hub id that ``model.name_or_path`` stands for.
-        probe_ids: a prompt, by whose log-probs vLLM shows that it has the policy's weights.
+        probe_ids: token ids of a prompt. Their log-probs prove that vLLM has the policy's weights.
     """
     if config.rollout.engine == "builtin":
         return BuiltinEngine(

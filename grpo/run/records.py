@@ -1,8 +1,8 @@
-"""A run as four records, each of one concern, and a step in progress.
+"""The four records of a run, each of one concern, and the record of a step in progress.
 
-:func:`grpo.run.prepare.prepare` builds the records once, and a function takes the one that it
-needs. Their fields never change. During a run the weights and states inside of their parts change,
-and :class:`grpo.checkpoint.saver.Progress`.
+:func:`grpo.run.prepare.prepare` builds the four records once, and a function takes the record that
+it needs. No field of the four records is ever set again. During a run only the weights, the states
+of the optimizer and the schedule, and :class:`grpo.checkpoint.saver.Progress` change.
 
 Shapes: ``P`` problems, ``G`` completions each, ``F`` reward functions, ``B`` rows, ``T`` completion
 tokens.
@@ -40,50 +40,52 @@ from grpo.turns.tools import Tools
 
 @dataclass(frozen=True)
 class Learner:
-    """The policy, the scorers of its completions, and its optimizer."""
+    """The policy, the scorers of completions, and the optimizer."""
 
     config: Config
     world: World
     progress: Progress
     policy: Policy
     scorer: nn.Module
-    """Log-probs of completions under the policy, with gradient; wrapped by DDP, or sharded by
-    FSDP."""
+    """Computes log-probs of completions under the policy, with gradient. DDP wraps it, or FSDP
+    shards it."""
     bare_scorer: CompletionScorer
-    """``scorer`` without DDP, for passes without gradient. Under FSDP and in a single process both
-    are one object."""
+    """The scorer without DDP, for passes without gradient. Under FSDP and in a single process,
+    ``scorer`` and ``bare_scorer`` are one object."""
     ref_scorer: CompletionScorer | None
-    """Log-probs of completions under the frozen reference. None if ``beta`` is 0: then no reference
-    is in memory."""
+    """Computes log-probs of completions under the frozen reference. None if ``beta`` is 0, when no
+    reference is in memory."""
     optimizer: torch.optim.Optimizer
     lr_schedule: LRScheduler
     reporter: Reporter
     """Prints warnings."""
     objective: Objective | UserObjective
-    """The loss of a token: a name, or a function of the user."""
+    """Loss of a token: the name of a built-in objective, or a function of the user."""
     user_advantages: UserAdvantages | None = None
     """A function of the user that computes advantages. Default: the built-in ones."""
 
     @property
     def is_sharded(self) -> bool:
-        """True under FSDP. Then each pass is a collective, and all ranks need equally many."""
+        """True under FSDP. Each pass is then a collective, so all ranks must make the same number
+        of passes."""
         return is_sharded(self.bare_scorer)
 
     @property
     def tokens_per_microbatch(self) -> int:
-        """Most tokens of one forward and backward pass."""
-        # The try of the largest step lowers a default that does not fit in memory.
+        """Token limit of one forward and backward pass."""
+        # The try of the largest possible step lowers a default that does not fit in memory.
         return self.progress.tokens_per_microbatch or self.config.optim.tokens_per_microbatch
 
     @property
     def max_length(self) -> int:
-        """Tokens that ``aggregation=constant`` counts for each completion in the denominator."""
+        """Number of tokens that ``aggregation=constant`` counts for each completion in the
+        denominator."""
         return self.config.rollout.max_completion_length
 
     def clear_gradients(self) -> None:
         """Set all gradients to None, or under DDP to 0."""
-        # DDP's gradients are views of its buckets. Set to None, they would be allocated again
-        # beside the buckets.
+        # DDP's gradients are views of its buckets. If they were set to None, new gradients would be
+        # allocated beside the buckets.
         self.optimizer.zero_grad(set_to_none=self.scorer is self.bare_scorer)
 
 
@@ -98,9 +100,9 @@ class Sampler:
 
     @property
     def sampling(self) -> SamplingParams:
-        """The settings of a rollout."""
+        """Sampling settings of a rollout."""
         rollout = self.config.rollout
-        # The try of the largest step lowers a default that does not fit in memory.
+        # The try of the largest possible step lowers a default that does not fit in memory.
         tokens_in_flight = self.progress.tokens_in_flight or rollout.tokens_in_flight
         return SamplingParams(
             num_generations=rollout.num_generations,
@@ -116,8 +118,8 @@ class Sampler:
     def current_weights(
         self, seconds: dict[str, float] | None = None
     ) -> AbstractContextManager[None]:
-        """Return a block in which the engine samples from the weights that the policy has at the
-        start of the block.
+        """Return a context manager. In its block the engine samples from the weights that the
+        policy has at the start of the block.
 
         The time to copy, gather or send the weights is added to ``seconds["rollout"]``.
         """
@@ -132,12 +134,13 @@ class Tasks:
     eval_problems: Sequence[Problem]
     rewards: RewardRunner
     tools: Tools | None
-    """Tools and environments. None: a completion is one turn of the model."""
+    """Tools and environments. None if the run has neither."""
 
 
 @dataclass(frozen=True)
 class Log:
-    """The output of a run: console, dashboards and checkpoints; and the signals that it obeys."""
+    """Output of a run (console, dashboards, checkpoints), its signal handlers, and the lock of its
+    folder."""
 
     reporter: Reporter
     saver: Saver
@@ -147,7 +150,8 @@ class Log:
 
 @dataclass(frozen=True)
 class Run:
-    """A run: four records, and the configuration, ranks and progress that they have in common."""
+    """A run: its four records, and the configuration, the ranks and the progress, which the records
+    share."""
 
     config: Config
     world: World
@@ -160,7 +164,8 @@ class Run:
 
     @property
     def trainer_state(self) -> TrainerState:
-        """The position of the run, for reward functions that have it as an argument."""
+        """Current step and epoch, and number of steps, for reward functions with the argument
+        ``trainer_state``."""
         step = self.progress.step
         epoch = step / self.tasks.schedule.steps_per_epoch
         return TrainerState(step, epoch, self.max_steps)
@@ -176,41 +181,42 @@ class Run:
 
 
 PHASES = ("rollout", "reward", "logprobs", "update", "eval")
-"""Phases of a step whose seconds are metrics."""
+"""Phases of a step whose seconds are reported as metrics."""
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """This rank's completions of a step, and the values of their reward functions."""
+    """This rank's completions of a step, and the values that the reward functions gave them."""
 
     groups: Sequence[Group]
     values_PGF: Tensor
-    """Values of the reward functions, fp32; NaN where a function gave none."""
+    """Values of the reward functions, fp32; NaN where a function gave no value."""
 
 
 @dataclass
 class Step:
-    """One step of a run."""
+    """One step of a run, in progress."""
 
     number: int
-    """Counted from 0."""
+    """Number of the step, counted from 0."""
     metrics: Accumulator = field(default_factory=Accumulator)
     # A step without an evaluation reports 0 seconds for that phase.
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     """Seconds of each phase on this rank."""
     groups: Sequence[Group] = ()
-    """The groups of this rank."""
+    """Problems of this rank with their completions."""
     values_PGF: Tensor | None = None
     """Values of the reward functions for the completions of all ranks."""
     rewards_PG: Tensor | None = None
     """Rewards of the completions of all ranks."""
     batch: Batch | None = None
-    """The rows of this rank."""
+    """Completions of this rank as tensors."""
     reported_old_BT: Tensor | None = None
     """Old log-probs, for the records of completions.
 
     They start as the sampler's log-probs. The first iteration over the batch overwrites the rows
-    that it computes."""
+    that this iteration computes.
+    """
 
     def keep_for_metrics(
         self,
@@ -219,7 +225,8 @@ class Step:
         rewards_PG: Tensor,
         batch: Batch,
     ) -> None:
-        """Keep what the metrics and the records of completions need at the end of the step."""
+        """Keep the values that the metrics and the records of completions need at the end of the
+        step."""
         self.groups = groups
         self.values_PGF = values_PGF
         self.rewards_PG = rewards_PG

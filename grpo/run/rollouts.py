@@ -28,16 +28,16 @@ def sample_and_score(
     *,
     are_substitutes: bool = False,
 ) -> Rollout:
-    """Sample a group of completions of each problem, and call every reward function.
+    """Sample a group of completions for each problem, and call every reward function.
 
     Args:
-        problems: problems of this rank, maybe none.
-        are_substitutes: True if they replace a few problems of the step.
+        problems: problems of this rank. The list may be empty.
+        are_substitutes: True if the problems replace a few problems of the step.
 
     Raises:
-        Interrupted: on all ranks, if a signal asks any of them to stop.
-        UserError: on all ranks, if a reward function failed on every completion, or every
-            environment that acted.
+        Interrupted: on all ranks, if a signal asks one of them to stop.
+        UserError: on all ranks, if a reward function failed on every completion, or if every
+            environment that acted failed.
     """
     world = run.world
     sampling = run.sampler.sampling
@@ -67,7 +67,7 @@ def sample_and_score(
     for row, completion in enumerate(completions):
         for column, values in result.extra.items():
             completion.logged_columns[column] = values[row]
-    # A function that fails on a few substitutes alone is not broken.
+    # Substitutes are few: a function that fails on all of them need not be broken.
     add_outcome(step.metrics, result, world, is_checked=not are_substitutes)
     values_BF = numpy.array(result.values, dtype=numpy.float32)  # NaN for None
     values_PGF = torch.from_numpy(values_BF).view(len(groups), G, len(names))
@@ -77,9 +77,10 @@ def sample_and_score(
 def replace_equal_groups(run: Run, step: Step, rollout: Rollout) -> Rollout:
     """Replace each group whose advantages are all 0 by a group of another problem.
 
-    This is dynamic sampling (DAPO, section 3.2). DAPO samples until the batch is full; here, after
-    the last attempt, a group stays as it is. The other problem is a function of step, position in
-    the batch and attempt, so that neither the number of ranks nor a resume changes it.
+    This is dynamic sampling (DAPO, section 3.2). DAPO samples until the batch is full; here a group
+    that is left after the last attempt stays as it is. The other problem depends on the step, the
+    position in the batch and the attempt alone, so that neither the number of ranks nor a resume
+    changes it.
     """
     algorithm = run.config.algorithm
     groups = list(rollout.groups)
@@ -99,11 +100,12 @@ def replace_equal_groups(run: Run, step: Step, rollout: Rollout) -> Rollout:
         problems = []
         for p in is_replaced_P.nonzero().flatten().tolist():
             problem = run.tasks.schedule.substitute(step.number, p, attempt)
-            # None: the dataset has no other problem left for this step.
+            # None means that the dataset has no other problem left for this step.
             if problem is not None:
                 positions.append(p)
                 problems.append(problem)
-        # A rank without any goes on with the others: sampling and scoring have votes.
+        # A rank without a substitute goes on with the others, because sampling and scoring have
+        # votes.
         if run.world.all_true(not problems):
             break
 
@@ -121,13 +123,15 @@ def add_outcome(
     *,
     is_checked: bool,
 ) -> None:
-    """Add the numbers of failures, and the metrics that reward functions logged.
+    """Add the numbers of failures, and the metrics that reward functions logged, to ``metrics``.
 
     Args:
-        is_checked: raise an error if a function, or every environment, has failed.
+        result: values, failures and logged metrics of this rank's completions.
+        is_checked: False switches the errors below off.
 
     Raises:
-        UserError: on all ranks.
+        UserError: on all ranks, if a reward function failed on every completion, or if every
+            environment that acted failed.
     """
     failures = [failure for failure in result.environment_failures if failure]
     counts = [
@@ -154,15 +158,15 @@ def add_outcome(
     if not is_checked:
         return
 
-    # The environment of a completion that was cut before its first action has shown nothing, and is
-    # not counted. Where most were cut, the few that acted may have failed by chance.
+    # An environment whose completion was cut before its first action is not counted. If most
+    # completions were cut, the few environments that acted may have failed by chance.
     all_failed = num_failed_environments == num_environments
     if all_failed and num_failed_environments > num_scored:
         what = f"all {num_failed_environments} environments of this step have failed"
         raise UserError(f"{what}, first with {first_failures[0]}")
     for name, count in zip(result.names, num_failed, strict=True):
         if num_scored and count == num_scored:
-            # The runner has printed the whole traceback, of which the last line names the error.
+            # The runner has printed the whole traceback. Its last line names the error.
             trace = result.first_traceback.get(name, "")
             error = trace.rstrip().rpartition("\n")[2] or "timeout"
             what = f"reward {name!r} failed on all {count} completions of this step"

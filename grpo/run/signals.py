@@ -18,12 +18,12 @@ from grpo.distributed import Interrupted, World
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 SAME_SIGNAL_SECONDS = 3.0
-"""Ctrl-C reaches a rank twice, from the terminal and from torchrun: signals this close together
-count as one."""
+"""Seconds after the first stop signal, in which more stop signals count as the same. Ctrl-C reaches
+a rank twice, from the terminal and from torchrun."""
 
 
 class Signals:
-    """Signal handlers, from construction until :meth:`close`."""
+    """Signal handlers, installed from construction until :meth:`close`."""
 
     def __init__(self, world: World):
         self.world = world
@@ -40,15 +40,15 @@ class Signals:
                 self._old_handlers[number] = signal.signal(number, self._handle)
 
     def vote(self) -> tuple[bool, bool]:
-        """``(save, stop)`` at the end of a step, the same on all ranks: True if any rank got such a
-        signal."""
+        """Return ``(save, stop)`` at the end of a step. Each is True on all ranks if any rank got a
+        signal to save or to stop."""
         rank_requests = [int(self.save_requested), self.world.stop_signal or 0]
         requests = self.world.max(torch.tensor(rank_requests))
         save, stop = requests.tolist()
         if save:
             self.save_requested = False
         if stop:
-            # The number of the signal, from which all ranks make the same exit code.
+            # All ranks take the same signal number, so that all have the same exit code.
             self.world.stop_signal = stop
         return bool(save), bool(stop)
 

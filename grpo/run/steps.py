@@ -22,16 +22,18 @@ from grpo.telemetry.console import evaluation_table
 
 
 def remaining_steps(run: Run) -> Iterator[Step]:
-    """Yield each step that is left; finish it when the loop asks for the next one.
+    """Yield each step that is left, and finish it when the caller's loop asks for the next step.
 
-    The loop makes the rollout and the updates of a step. Metrics, evaluation and checkpoint follow.
+    The loop makes the rollout and the updates of a step. Finishing a step means to write its
+    metrics, evaluate, and save a checkpoint.
 
     Raises:
         Interrupted: on all ranks, after a step or in an evaluation, if a signal asks to stop.
     """
     log = run.log
     progress = run.progress
-    # An evaluation is due before training, or if a stop has cut it off behind the last step.
+    # An evaluation is due here before training, or if a stop has cut off the evaluation after the
+    # last step.
     evaluation = evaluate_if_due(run)
     if evaluation and progress.step > 0:
         log.saver.save_if_due(evaluation)
@@ -53,12 +55,12 @@ def remaining_steps(run: Run) -> Iterator[Step]:
         step.metrics.maximum("step_time", seconds)
         step.metrics.maximum("time/frac_core_wait", waited / seconds)
         line = step_line(run, step)
-        # First: if writing below fails, the step can still be saved.
+        # The step is completed first: if writing below fails, it can still be saved.
         progress.complete_step(line)
         report_completions(run, step)
         log.reporter.step(line, evaluation_follows=_evaluation_is_due(run))
 
-        # Before the save, which records that this step has been evaluated.
+        # The evaluation comes before the save, which records that this step has been evaluated.
         evaluation = evaluate_if_due(run)
         log.saver.save_if_due(evaluation)
         save, stop = log.signals.vote()
@@ -73,7 +75,8 @@ def remaining_steps(run: Run) -> Iterator[Step]:
 
 
 def evaluate_if_due(run: Run) -> dict[str, float]:
-    """The ``eval/...`` metrics of the newest weights, if an evaluation is due; else empty."""
+    """Evaluate the newest weights if an evaluation is due, and return its ``eval/...`` metrics.
+    Otherwise return an empty dictionary."""
     progress = run.progress
     if not _evaluation_is_due(run):
         return {}
@@ -120,7 +123,8 @@ def evaluate_if_due(run: Run) -> dict[str, float]:
 
 
 def _evaluation_is_due(run: Run) -> bool:
-    """True if the newest weights of a run are to be evaluated, and there are problems for it."""
+    """True if an evaluation of a run's newest weights is due, and the run has problems to evaluate
+    on."""
     has_problems = bool(run.tasks.eval_problems)
     return has_problems and evaluation_is_due(run.progress, run.config.eval, run.max_steps)
 
@@ -130,7 +134,7 @@ def evaluation_is_due(
     settings: EvalConfig,
     max_steps: int,
 ) -> bool:
-    """True if the newest weights are to be evaluated, and have not been."""
+    """True if the newest weights are to be evaluated, and have not been evaluated yet."""
     step = progress.step
     # A continued run may have made more steps than its new max_steps.
     if progress.evaluated_step == step or step > max_steps:

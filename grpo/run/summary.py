@@ -14,7 +14,8 @@ from grpo.model import num_parameters
 from grpo.run.records import Run
 
 TEXT_COMPARING_REWARDS = ("accuracy", "pattern_answer", "exact_or_stripped")
-"""Rewards that compare the whole text of a reference answer; math_verify reads worked solutions."""
+"""Rewards that compare the whole text of a reference answer. math_verify is not among them, since
+it reads worked solutions."""
 
 
 def print_summary(
@@ -24,12 +25,14 @@ def print_summary(
     why_padded: str | None,
     checkpoint: Path | None,
 ) -> None:
-    """Print the facts of a run, and what could make it wrong or useless.
+    """Print the facts of a run, and warnings of settings and data that make a run wrong or useless.
 
     Args:
-        why_padded: the reason why scoring computes prompts once per completion. None: once per
-            group.
-        checkpoint: the checkpoint that the run continues from. None: a new run.
+        train: problems to train on.
+        evaluation: problems to evaluate on.
+        why_padded: reason why scoring computes each prompt once per completion. None if scoring
+            computes each prompt once per group.
+        checkpoint: checkpoint that the run continues from. None for a new run.
     """
     config = run.config
     rollout = config.rollout
@@ -74,8 +77,9 @@ def data_line(
     evaluation: ProblemSet,
     num_evaluated: int,
 ) -> str:
-    """Line with the numbers of problems to train on, to evaluate on, and excluded."""
-    # A long prompt is never cut, which would make another problem of it.
+    """Return a line with the numbers of training problems, evaluation problems and excluded
+    problems."""
+    # A long prompt is excluded and never cut, since the cut would make another problem of it.
     num_excluded = train.num_too_long + train.num_empty
     num_eval_excluded = evaluation.num_too_long + evaluation.num_empty
     return (
@@ -91,13 +95,15 @@ def warnings_of(
     train: Sequence[Problem],
     evaluation: Sequence[Problem],
 ) -> Iterator[str]:
-    """Notes on settings and data that make a run wrong or useless without an error."""
+    """Yield notes and warnings on settings and data that make a run wrong or useless without an
+    error."""
     algorithm = config.algorithm
     rollout = config.rollout
     for key, reason in keys_without_effect(config).items():
         yield f"note: {key} has no effect {reason}"
 
-    # Rows of an environment may have one prompt, and differ in what the environment adds to it.
+    # All rows of an environment may have the same prompt, and differ in the text that the
+    # environment adds.
     if not config.environment:
         num_shared = count_shared_prompts(train, evaluation)
         if num_shared:

@@ -19,19 +19,20 @@ from grpo.rewards.functions import describe_error, load_object, source_files
 
 @dataclass(frozen=True)
 class UserFunctions:
-    """Functions of the user for loss and advantages. None: a built-in one is configured."""
+    """The user's functions for loss and advantages. A function is None if the configuration names a
+    built-in one."""
 
     objective: UserObjective | None
     advantages: UserAdvantages | None
     source_files: dict[str, str]
-    """Name of a file for messages -> path of the file, of all that define the functions."""
+    """Files that define the functions: name of a file for messages -> path of the file."""
 
 
 def load_user_functions(config: Config) -> UserFunctions:
-    """Load the functions, and call the loss on a small example.
+    """Load the user's functions, and try the loss on a small example.
 
     Raises:
-        ValueError: on a mistake of the user, with a message of one line.
+        ValueError: if the user made a mistake, with a message of one line.
     """
     algorithm = config.algorithm
     files = {}
@@ -64,12 +65,14 @@ def _load(key: str, name: str, files: dict[str, str]) -> Any:
 
 
 def _try_objective(function: UserObjective) -> None:
-    """Check loss and gradient of rows of 2, 1 and 0 tokens, with ratios above, below and at 1.
+    """Check the loss and its gradient on rows of 2, 1 and 0 tokens, with ratios above, below and at
+    1.
 
-    Both must be the same for each row alone and with more padding, as in other micro-batches.
+    In other micro-batches a row has other neighbours and more padding. Loss and gradient must not
+    depend on this.
 
     Raises:
-        ValueError: if they are not, or are not finite.
+        ValueError: if loss or gradient depend on other rows or on padding, or are not finite.
     """
     logprobs_BT = torch.tensor([[-1.1, -2.2], [-1.0, 0.0], [0.0, 0.0]], requires_grad=True)
     old_logprobs_BT = torch.tensor([[-1.2, -2.0], [-1.0, 0.0], [0.0, 0.0]])

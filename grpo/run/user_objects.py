@@ -8,8 +8,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class UserObjects:
-    """Python objects of a program that calls :func:`grpo.train`, which stand for names in the
-    configuration."""
+    """Python objects that a program passes to :func:`grpo.train`. In the configuration, names stand
+    for these objects."""
 
     rewards: dict[str, Any] = field(
         default_factory=dict,
@@ -20,6 +20,6 @@ class UserObjects:
     )
     """Tools and an environment by their name in the configuration."""
     train_rows: list[dict[str, Any]] | None = None
-    """Rows to train on. Default: those of ``data.dataset``."""
+    """Rows to train on. Default: the rows of ``data.dataset``."""
     eval_rows: list[dict[str, Any]] | None = None
-    """Rows to evaluate on. Default: those that the section ``data`` names."""
+    """Rows to evaluate on. Default: the rows that the section ``data`` names."""

@@ -1,2 +1,2 @@
-"""What a run reports about itself: console, progress bars, metrics.jsonl, dashboards, hints,
-completions/, starts.jsonl."""
+"""Reports of a run: console, progress bars, metrics.jsonl, dashboards, hints, completions/ and
+starts.jsonl."""

@@ -11,21 +11,21 @@ from grpo.distributed import World
 class Accumulator:
     """Means, totals, minima and maxima of one step.
 
-    A mean is a pair (sum, count), added over rows, micro-batches and ranks, and divided at the end:
-    a mean of means would give a short micro-batch the weight of a long one. A mean of nothing is
-    NaN, and an extreme of nothing infinite: ``metrics.jsonl`` has null there, where a 0 would pass
-    for a measured number.
+    A mean is a pair (sum, count). Pairs are added over rows, micro-batches and ranks, and divided
+    at the end, because a mean of means would give a short micro-batch the weight of a long one. A
+    mean without values is NaN, and a minimum or maximum without values is infinite.
+    ``metrics.jsonl`` then has null, where a 0 would pass for a measured number.
     """
 
     def __init__(self) -> None:
         self._pairs: dict[str, Tensor] = {}
-        """Name -> ``[sum, count]`` of means and totals."""
+        """Name of a mean or a total -> ``[sum, count]``."""
         self._totals: set[str] = set()
         """Names in ``_pairs`` that are reported as the sum, not as sum / count."""
         self._maxima: dict[str, float] = {}
-        """Name -> the largest value; of minima, the negated smallest one."""
+        """Name of a maximum -> largest value; name of a minimum -> negated smallest value."""
         self._minima: set[str] = set()
-        """Names in ``_maxima`` that are minima: one collective reduces both kinds."""
+        """Names in ``_maxima`` that are minima. One collective reduces minima and maxima."""
 
     def add(
         self,
@@ -33,7 +33,7 @@ class Accumulator:
         total: Tensor | float,
         count: Tensor | float = 1.0,
     ) -> None:
-        """Add to a mean: a sum, and the number of values in the sum."""
+        """Add ``count`` values, whose sum is ``total``, to the mean ``name``."""
         # float64, since float32 cannot count beyond 16.7 million tokens. Tensors stay on their
         # device: reading one here would wait for the device.
         total = torch.as_tensor(
@@ -56,7 +56,8 @@ class Accumulator:
         name: str,
         value: Tensor | float,
     ) -> None:
-        """Add to a total: a metric that is reported as the sum over all ranks."""
+        """Add ``value`` to the total ``name``, a metric that is reported as the sum over all
+        ranks."""
         self.add(name, value, 0.0)
         self._totals.add(name)
 
@@ -64,30 +65,33 @@ class Accumulator:
         self,
         stats: dict[str, tuple[Tensor, Tensor]],
     ) -> None:
-        """Add to several means, each given as name -> ``(sum, count)``."""
+        """Add to several means. ``stats`` maps each name to ``(sum, count)``."""
         for name, pair in stats.items():
             self.add(name, *pair)
 
     def maximum(self, name: str, value: float) -> None:
-        """Add a value to a maximum. A rank without a value adds -infinity."""
+        """Set the maximum ``name`` to ``value`` if ``value`` is larger. A rank without a value
+        passes -infinity."""
         previous = self._maxima.get(name, -math.inf)
         self._maxima[name] = max(value, previous)
 
     def minimum(self, name: str, value: float) -> None:
-        """Add a value to a minimum. A rank without a value adds infinity."""
+        """Set the minimum ``name`` to ``value`` if ``value`` is smaller. A rank without a value
+        passes infinity."""
         self.maximum(name, -value)
         self._minima.add(name)
 
     def reduce(self, world: World) -> dict[str, float]:
-        """The metrics over all ranks, by one sum and one maximum. All ranks call it together.
+        """Return the metrics over all ranks, by one collective sum and one collective maximum.
 
-        All ranks must have added the same names.
+        All ranks call it together, and must have added the same names.
         """
         metrics = {}
-        # Ranks may have added the names in another order, but the tensors need the same one.
+        # Ranks may have added the names in different orders, but the tensors need the same order.
         names = sorted(self._pairs)
         if names:
-            # One tensor of all is copied to the host once: each copy would wait for the device.
+            # All pairs are copied to the host as one tensor, since each copy would wait for the
+            # device.
             pairs = [self._pairs[name].to(world.device) for name in names]
             sums = world.sum(torch.stack(pairs))
             for name, (total, count) in zip(names, sums.tolist(), strict=True):

@@ -14,16 +14,17 @@ STEP_COLUMNS = (
     ("kl", "kl", "{:.4f}"),
     ("entropy", "entropy", "{:.3f}"),
 )
-"""Metric, its label on the console and its format, in the order of a step's line."""
+"""Metrics in the order of a step's line, each with its label on the console and its format."""
 EVAL_REWARDS_PREFIX = "eval/rewards/"
-"""Metrics of evaluations that begin so are means of reward functions."""
+"""Prefix of the evaluation metrics that are means of reward functions."""
 
 
 def console_line(metrics: dict[str, Any], max_steps: int) -> str:
-    """The line of a step: the reward, its parts, the metrics of ``STEP_COLUMNS``, the time left.
+    """Return the line of a step: the reward, the mean of each reward function, the metrics of
+    ``STEP_COLUMNS``, and the time left.
 
     Args:
-        metrics: those of the step that were computed; the others are left out of the line.
+        metrics: metrics of the step that were computed. Other metrics are left out of the line.
     """
     # The reward comes first: it shows whether the run learns.
     columns = [("reward", "reward", "{:.3f}")]
@@ -39,7 +40,7 @@ def console_line(metrics: dict[str, Any], max_steps: int) -> str:
         if name in metrics:
             number = number_format.format(metrics[name])
             parts.append(f"{label} {number}")
-    # As if all steps took as long as this one, without evaluations.
+    # The time left assumes that all steps take as long as this one, and counts no evaluations.
     num_left = max_steps - step
     if num_left and "step_time" in metrics:
         time_left = tqdm.format_interval(num_left * metrics["step_time"])
@@ -48,13 +49,14 @@ def console_line(metrics: dict[str, Any], max_steps: int) -> str:
 
 
 def _place(step: int, max_steps: int) -> str:
-    """``50/150``, as wide for every step, so that the columns of lines stand below each other."""
+    """Return the step and the number of steps, such as ``50/150``. The width is the same for every
+    step, so that the columns of successive lines are aligned."""
     digits = len(str(max_steps))
     return f"{step:>{digits}}/{max_steps}"
 
 
 def evaluation_line(metrics: dict[str, Any], max_steps: int) -> str:
-    """The line of an evaluation: ``eval  50/150  greedy accuracy 98.5%  ...``."""
+    """Return the line of an evaluation, such as ``eval 50/150 greedy accuracy 98.5% ...``."""
     parts = [f"eval {_place(metrics['step'], max_steps)}"]
     for name in _console_names(metrics):
         value = evaluation_text(name, metrics[name])
@@ -66,7 +68,8 @@ def evaluation_table(
     before: dict[str, float] | None,
     after: dict[str, float],
 ) -> str:
-    """Two evaluations side by side, one metric per line; ``before`` is None if there was none."""
+    """Return two evaluations side by side, one metric per line. ``before`` is None if nothing was
+    evaluated before training."""
     before = before or {}
     rows = [f"{'':28}{'before':>10}{'after':>10}"]
     for name in _console_names(after):
@@ -81,7 +84,8 @@ def evaluation_text(
     name: str,
     value: float | None,
 ) -> str:
-    """The value of an evaluation metric as text: rates in percent; ``-`` if it was not computed."""
+    """Return the value of an evaluation metric as text. Rates are in percent, and a metric that was
+    not computed is ``-``."""
     if not is_computed(value):
         return "-"
     if is_rate(name):
@@ -90,16 +94,16 @@ def evaluation_text(
 
 
 def is_rate(name: str) -> bool:
-    """True if an evaluation metric is a fraction of problems or completions: no reward or
-    length."""
+    """True if an evaluation metric is a fraction of problems or completions, False if it is a
+    reward or a length."""
     is_length = name.endswith("mean_length")
     return not is_length and not name.startswith(EVAL_REWARDS_PREFIX)
 
 
 def _console_names(metrics: dict[str, Any]) -> list[str]:
-    """The metrics of an evaluation that the console shows.
+    """Return the names of an evaluation's metrics that the console shows.
 
-    Those of greedy decoding but its accuracy, and pass@k but for the largest k, are left out.
+    The console shows only the accuracy of greedy decoding, and pass@k only for the largest k.
     """
     names = {}
     for name in metrics:

@@ -1,8 +1,9 @@
 """Dashboards: wandb, trackio and TensorBoard.
 
-Each class has ``log(step, metrics, completions)``, where a completion is a row of
-:func:`table_row`, and ``finish()``. Packages are imported when a dashboard starts: they are
-optional."""
+Each class has the methods ``log(step, metrics, completions)`` and ``finish()``. A completion is a
+row that :func:`table_row` returns. Packages are optional, so each is imported when its dashboard
+starts.
+"""
 
 import os
 import sys
@@ -16,16 +17,16 @@ from grpo.system import first_line
 from grpo.telemetry.records import json_safe
 
 TIMEOUT_S = 20
-"""Longest time that wandb waits for its server at the start, and for the upload at the end.
-torchrun kills a process 30 seconds after it has asked it to stop."""
+"""Limit on the seconds that wandb waits for its server at the start, and for the upload at the end.
+The limit is below the 30 seconds after which torchrun kills a process that it has asked to stop."""
 
 
 def table_row(record: dict[str, Any]) -> dict[str, Any]:
-    """The record of a completion as a row of a table, without the values of single tokens."""
+    """Return the record of a completion as a row of a table, without per-token values."""
     row = {}
     for name, value in record.items():
-        # "sampled" has a value for each token, or is None if the model wrote them all. All rows of
-        # a table need the same columns.
+        # "sampled" is a list with a value per token, or None if the model sampled all tokens. It is
+        # always left out, since all rows of a table need the same columns.
         if not isinstance(value, list | dict) and name != "sampled":
             row[name] = value
     for name, value in record["rewards"].items():
@@ -34,7 +35,7 @@ def table_row(record: dict[str, Any]) -> dict[str, Any]:
 
 
 class Service:
-    """The part of wandb and trackio that is the same: a run of either package logs alike."""
+    """Base of :class:`Wandb` and :class:`Trackio`, whose packages log in the same way."""
 
     def log(
         self,
@@ -42,7 +43,7 @@ class Service:
         metrics: dict[str, Any],
         completions: list[dict[str, Any]],
     ) -> None:
-        """Send the metrics of a step; if there are completions, with a table of them."""
+        """Send the metrics of a step, with a table of completions if there are any."""
         values = dict(metrics)
         if completions:
             values["completions"] = self._package.Table(
@@ -52,16 +53,17 @@ class Service:
         self._run.log(values, step=step)
 
     def finish(self) -> None:
-        """End the run, after what was logged has been sent."""
+        """End the run, after all logged data has been sent."""
         self._run.finish()
 
 
 class Wandb(Service):
-    """A run in wandb: online, or in a folder for ``wandb sync``.
+    """A run in wandb, either online or in a folder for ``wandb sync``.
 
     Args:
-        run_id: wandb's id of the run. With the same id a resumed run continues there.
-        print_line: prints a line on the console.
+        run_id: wandb's id of the run. A resumed run has the same id, and continues the run in
+            wandb.
+        print_line: function that prints a line on the console.
     """
 
     def __init__(
@@ -70,7 +72,8 @@ class Wandb(Service):
         run_id: str | None,
         print_line: Callable[[str], None],
     ):
-        # Before each table training waits for an answer of the server: this bounds the wait.
+        # Before each table, training waits for an answer of wandb's server. This variable limits
+        # the wait.
         os.environ.setdefault("WANDB_HTTP_TIMEOUT", "8")
         import wandb
 
@@ -91,12 +94,12 @@ class Wandb(Service):
             ),
         )
         mode = config.logging.wandb
-        # wandb's own switch; the argument of init would win over it.
+        # WANDB_MODE is wandb's switch, but the argument of init would win over it.
         if os.environ.get("WANDB_MODE") == "offline":
             mode = "offline"
         try:
-            # Without a key init would ask on the terminal, while the other ranks wait. A wandb run
-            # that the calling program has started goes on, and needs no key.
+            # Without a key wandb.init would ask on the terminal, while the other ranks wait. A
+            # wandb run that the calling program has started goes on, and needs no key.
             needs_login = mode == "online" and wandb.run is None
             if needs_login and not wandb.login(prompt=False, verify=False):
                 raise wandb.errors.UsageError("no API key: run `wandb login`")
@@ -123,23 +126,23 @@ class Wandb(Service):
         metrics: dict[str, Any],
         completions: list[dict[str, Any]],
     ) -> None:
-        """See :meth:`Service.log`."""
-        # wandb's counter of calls is the step, too: so the server ignores the steps that a resumed
-        # run sends again.
+        """Send a step as :meth:`Service.log` does, and its number as the metric ``step``."""
+        # wandb's counter of calls is set to the step, too. So the server ignores the steps that a
+        # resumed run sends again.
         super().log(step, metrics | {"step": step}, completions)
 
     def finish(self) -> None:
-        """End the run, as failed if an exception is being handled."""
+        """End the run. If an exception is being handled, wandb shows the run as failed."""
         has_failed = sys.exc_info()[0] is not None
         self._run.finish(exit_code=int(has_failed))
 
 
 class Trackio(Service):
-    """A run in trackio: in its folder on this machine, or where its environment variables say (a
-    Space, a server).
+    """A run in trackio. It is stored in trackio's folder on this machine, or in the Space or server
+    that trackio's environment variables name.
 
-    A resumed run continues the newest run of its name, in which the steps after the checkpoint are
-    then there twice.
+    A resumed run continues the newest run of the same name. trackio then has the steps after the
+    checkpoint twice.
     """
 
     def __init__(self, config: Config, is_resumed: bool):
@@ -148,9 +151,10 @@ class Trackio(Service):
         self._package = trackio
         self._run = trackio.init(
             project=config.logging.project,
-            # The whole path, since trackio finds the run to continue by its name.
+            # The default name is the whole path, since trackio finds the run to continue by its
+            # name.
             name=config.logging.run_name or config.output_dir,
-            # No dashboard inside of a notebook.
+            # By default a notebook would show the dashboard.
             embed=False,
             resume="allow" if is_resumed else "never",
             config=config.masked_values(),
@@ -158,11 +162,11 @@ class Trackio(Service):
 
 
 class TensorBoard:
-    """The event file of one start of a run, in ``output_dir/tensorboard``.
+    """Event file in ``output_dir/tensorboard`` for one start of a run.
 
     Args:
-        first_step: the first step that this start logs. TensorBoard hides what an interrupted run
-            has logged from this step on.
+        first_step: first step that this start logs. From this step on, TensorBoard hides the steps
+            that earlier starts have logged.
     """
 
     def __init__(self, config: Config, first_step: int):
@@ -177,7 +181,8 @@ class TensorBoard:
         metrics: dict[str, Any],
         completions: list[dict[str, Any]],
     ) -> None:
-        """Write the metrics of a step. The event file has no place for completions."""
+        """Write the metrics of a step. Completions are left out, as the event file has no place for
+        them."""
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
         # TensorBoard shows the step now, and an error of the disk is raised here.

@@ -1,5 +1,5 @@
-"""Hints: problems that an experienced person would see in the metrics, and what to do about them
-(``docs/metrics.md``)."""
+"""Hints name problems that an experienced person would see in the metrics, and what to do about
+each problem (``docs/metrics.md``)."""
 
 import math
 from collections import deque
@@ -10,9 +10,9 @@ from typing import Any
 from grpo.telemetry.records import is_computed
 
 MAX_STEPS_OF_MEAN = 10
-"""Means are over the last steps, at most so many."""
+"""Largest number of steps in the mean of a metric. The mean is over the last steps of the run."""
 MIN_STEPS_OF_MEAN = 3
-"""Hints begin with this step: the mean of one or two steps says little."""
+"""Number of steps after which hints begin. The mean of one or two steps says little."""
 
 
 @dataclass(frozen=True)
@@ -22,19 +22,20 @@ class HintRule:
     name: str
     """Name of the hint in ``docs/metrics.md``."""
     metric: str
-    """Name of the metric whose mean over the last steps is compared."""
+    """Name of the metric whose mean over the last steps is compared with the limits."""
     text: str
     """The hint, with ``{mean}`` in the place of the mean."""
     above: float = math.inf
-    """The hint holds if the mean is above this limit. Default: no such limit."""
+    """The hint holds if the mean is above this limit. Default: no limit."""
     below: float = -math.inf
-    """The hint holds if the mean is below this limit. Default: no such limit."""
+    """The hint holds if the mean is below this limit. Default: no limit."""
 
 
-# Rules of thumb: a task that is nearly learned also has equal rewards and a low entropy.
+# The limits are rules of thumb: a task that is nearly learned also has equal rewards and a low
+# entropy.
 HINT_RULES = (
-    # Usual are 0.001 to 0.1. At 0.5, twenty tokens of the policy are about e^10 times as likely as
-    # under the reference.
+    # Usual values are 0.001 to 0.1. At 0.5, twenty tokens are about e^10 times as likely under the
+    # policy as under the reference.
     HintRule(
         "KL",
         "kl",
@@ -56,7 +57,7 @@ HINT_RULES = (
         ),
         below=0.02,
     ),
-    # The other groups, less than a fifth of the rollout, give all of the gradient.
+    # Above 0.8, less than a fifth of the groups give all of the gradient.
     HintRule(
         "equal rewards",
         "frac_reward_zero_std",
@@ -69,7 +70,7 @@ HINT_RULES = (
         ),
         above=0.8,
     ),
-    # A completion that is cut off mostly has no answer, and its reward is then about its length.
+    # A completion that is cut off mostly has no answer. Its reward is then about its length.
     HintRule(
         "truncation",
         "completions/clipped_ratio",
@@ -102,7 +103,8 @@ HINT_RULES = (
         ),
         above=0.3,
     ),
-    # Usual are 1e-6 in fp32 and up to 0.02 in bf16: more than rounding explains.
+    # Usual values are 1e-6 in fp32 and up to 0.02 in bf16. Rounding does not explain a larger
+    # difference.
     HintRule(
         "log-prob difference",
         "sampling/logprob_difference",
@@ -129,16 +131,17 @@ HINT_RULES = (
 
 
 class Hints:
-    """Takes the metrics of one step after the other, and gives each hint once."""
+    """Hints on a run. :meth:`update` takes the metrics of each step in turn, and returns each hint
+    once."""
 
     def __init__(self) -> None:
         self._given: set[str] = set()
-        """Names of the hints that have been given."""
+        """Names of the hints that :meth:`update` has returned."""
         self._steps: deque[dict[str, Any]] = deque(maxlen=MAX_STEPS_OF_MEAN)
 
     def update(self, metrics: dict[str, Any]) -> list[str]:
-        """Take the metrics of a step, and return the hints that are new."""
-        # A line without a reward is that of an evaluation before training.
+        """Take the metrics of a step, and return the hints that hold for the first time."""
+        # The line of an evaluation before training has no reward.
         if "reward" not in metrics:
             return []
         self._steps.append(metrics)
@@ -150,8 +153,8 @@ class Hints:
         return new
 
     def verdict(self) -> dict[str, str]:
-        """Name -> hint of each rule that holds for the last steps, also if its hint has been given
-        before."""
+        """Return all hints that hold for the last steps, by the names of their rules. Hints that
+        were given before are included."""
         hints = {}
         for rule in HINT_RULES:
             values = []

@@ -1,5 +1,5 @@
-"""Files with a JSON object per line: steps (metrics.jsonl, intervals.jsonl) and starts of a run
-(starts.jsonl)."""
+"""Files with one JSON object per line, for steps (metrics.jsonl, intervals.jsonl) and for starts of
+a run (starts.jsonl)."""
 
 import contextlib
 import json
@@ -18,7 +18,8 @@ import torch
 from grpo.system import sync, write_atomically
 
 LOGGED_PREFIX = "logged/"
-"""Prefix of the metrics that reward functions log: their names might be those of other metrics."""
+"""Prefix of the metrics that reward functions log. Without it, such a metric might have the name of
+another metric."""
 
 
 def append_line(path: Path, line: dict[str, Any]) -> None:
@@ -31,7 +32,7 @@ def append_line(path: Path, line: dict[str, Any]) -> None:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a file; none if there is no such file."""
+    """Return the objects of a file; an empty list if there is no such file."""
     objects = []
     if not path.exists():
         return objects
@@ -44,7 +45,8 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def add_to_step(path: Path, line: dict[str, Any]) -> None:
-    """Add ``line`` to the object of its step if that is the last one; else append it."""
+    """Merge ``line`` into the last object of a file if both have the same step; else append
+    ``line``."""
     steps = read_lines(path)
     if steps and steps[-1]["step"] == line["step"]:
         # If an evaluation is made a second time, its new numbers count.
@@ -54,11 +56,11 @@ def add_to_step(path: Path, line: dict[str, Any]) -> None:
 
 
 def remove_steps_after(path: Path, last_step: int) -> list[dict[str, Any]]:
-    """Remove the objects of later steps, which a resumed run writes again, and return the
-    others."""
+    """Remove the objects of steps after ``last_step``, and return the objects that are left. A
+    resumed run writes the removed steps again."""
     steps = [line for line in read_lines(path) if line["step"] <= last_step]
     lines = [json.dumps(line) + "\n" for line in steps]
-    # A kill leaves the old file or the new one.
+    # The file is replaced at once: a kill leaves the old file or the new one.
     write_atomically(path, "".join(lines))
     return steps
 
@@ -72,7 +74,7 @@ def is_computed(value: float | None) -> bool:
 
 
 def computed(metrics: dict[str, Any]) -> dict[str, Any]:
-    """Those of the metrics that were computed."""
+    """Return the metrics whose value is a finite number."""
     numbers = {}
     for name, value in metrics.items():
         if is_computed(value):
@@ -81,7 +83,7 @@ def computed(metrics: dict[str, Any]) -> dict[str, Any]:
 
 
 def json_safe(value: Any) -> Any:
-    """A copy of a value in which NaN and infinity, which JSON does not have, are None."""
+    """Return a copy of a value with None in place of NaN and infinity, which JSON does not have."""
     if isinstance(value, dict):
         return {key: json_safe(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -92,7 +94,7 @@ def json_safe(value: Any) -> Any:
 
 
 def environment(world_size: int) -> dict[str, Any]:
-    """Facts about the start of a run: time, command, hardware and versions.
+    """Return facts about the start of a run: time, command, hardware and versions.
 
     Host name, user name and environment variables are left out, since a report may be published.
     """
@@ -100,8 +102,8 @@ def environment(world_size: int) -> dict[str, Any]:
     if torch.cuda.is_available():
         device = torch.cuda.get_device_name(0)
     folder = shlex.quote(str(Path(__file__).parent))
-    # The commit's full hash, never a tag, with -dirty if files have changed since. Seeing that may
-    # take git minutes on a slow disk.
+    # The commit's full hash, never a tag, with -dirty if files have changed since. On a slow disk
+    # git may take minutes to find changed files.
     describe = (
         f"timeout 10 git -C {folder} describe --always --dirty --abbrev=40 --exclude='*' "
         "2>/dev/null"

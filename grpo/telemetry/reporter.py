@@ -1,4 +1,5 @@
-"""The reporter: shows and writes the steps of a run on the console, in files and on dashboards."""
+"""The reporter shows the steps of a run on the console and on dashboards, and writes them to
+files."""
 
 import sys
 from collections.abc import Callable
@@ -17,19 +18,18 @@ from grpo.telemetry.records import add_to_step, append_line, computed, remove_st
 from grpo.telemetry.samples import write_samples
 
 COMPLETIONS_PER_RUN = 50
-"""About how many times in a run dashboards show completions."""
+"""Approximate number of times in a run that dashboards show completions."""
 
 
 class Reporter:
-    """Reports the steps of a run. All ranks may call it: on other ranks than the main one it does
-    nothing.
+    """Reporter of a run's steps. All ranks may call its methods, but only the main rank reports.
 
     Args:
         first_step: number of steps that are already done; 0 for a new run.
         max_steps: number of steps of the whole run.
-        newest_line: metrics of the last step that is done. A kill may have come before they were
-            written to ``metrics.jsonl``; then they are written now.
-        wandb_run_id: wandb's id of the interrupted run, if it had one.
+        newest_line: metrics of the last step that is done. If a kill has kept them out of
+            ``metrics.jsonl``, they are written now.
+        wandb_run_id: wandb's id of the interrupted run. Default: wandb gets a new id.
     """
 
     def __init__(
@@ -51,11 +51,11 @@ class Reporter:
         self._completions_every = logging.every * max(shown_steps // COMPLETIONS_PER_RUN, 1)
         self._dashboards: dict[str, Wandb | Trackio | TensorBoard] = {}
         self._completions: list[dict[str, Any]] = []
-        """Records of completions that dashboards have not got yet."""
+        """Records of completions that are not yet on dashboards."""
         self._unsent: dict[str, Any] = {}
-        """Metrics of the last step, which dashboards get together with its evaluation."""
+        """Metrics of the last step, which dashboards get together with the step's evaluation."""
         self.hints = Hints()
-        """Hints of the run so far; on the main rank alone."""
+        """Hints of the run so far. Only the main rank collects them."""
         if not is_main:
             return
 
@@ -65,8 +65,8 @@ class Reporter:
         self._completions_folder.mkdir(parents=True, exist_ok=True)
         self._metrics = folder / "metrics.jsonl"
         self._intervals = folder / "intervals.jsonl"
-        # A run that starts at step 0 makes the evaluation before training again: its line, that of
-        # step 0, goes too.
+        # A run that starts at step 0 makes the evaluation before training again, so the line of
+        # step 0 is removed too.
         last_step = first_step or -1
         remove_steps_after(self._intervals, last_step)
         lines = remove_steps_after(self._metrics, last_step)
@@ -75,7 +75,7 @@ class Reporter:
             if newest_line["step"] not in (line["step"] for line in lines):
                 append_line(self._metrics, newest_line)
                 lines.append(newest_line)
-        # The interrupted run has printed the hints of these steps.
+        # The interrupted run has printed the hints of these steps, so they are not printed again.
         for line in lines:
             self.hints.update(line)
 
@@ -100,7 +100,8 @@ class Reporter:
         total: int,
         unit: str = "tok",
     ) -> tqdm:
-        """A progress bar, which is shown on a terminal only. ``bar.update(n)`` adds n."""
+        """Return a progress bar, which is shown on a terminal only. ``bar.update(n)`` moves it on
+        by n."""
         return tqdm(
             total=total,
             desc=description,
@@ -114,11 +115,11 @@ class Reporter:
         """Write a step to ``metrics.jsonl``, show it on the console and on dashboards, and print
         hints.
 
-        Console and dashboards show the steps of :meth:`is_due`, without metrics that were not
-        computed.
+        Console and dashboards show only steps for which :meth:`is_due` is True, and only metrics
+        that were computed.
 
         Args:
-            evaluation_follows: dashboards get the step later, in :meth:`evaluation`.
+            evaluation_follows: True if dashboards get the step later, in :meth:`evaluation`.
         """
         if not self.is_main:
             return
@@ -128,7 +129,7 @@ class Reporter:
         if self.is_due(step):
             self._unsent = computed(metrics)
             self.print(console_line(self._unsent, self.max_steps))
-            # wandb ignores a second call for a step that an interrupted run has sent: so a step and
+            # wandb ignores a second call for a step that an interrupted run has sent. So a step and
             # its evaluation go in one call.
             if not evaluation_follows:
                 self._show(step, self._unsent)
@@ -142,17 +143,19 @@ class Reporter:
         intervals: dict[str, tuple[float, float]],
         seconds: float,
     ) -> None:
-        """Add an evaluation to the line of its step, and show it on the console and on dashboards.
+        """Add an evaluation to its step in ``metrics.jsonl``, and show it on the console and on
+        dashboards.
 
         Args:
-            metrics: those of the evaluation.
-            intervals: the 95% interval of each metric, for ``intervals.jsonl`` and the report.
+            step: number of the step after which the weights were evaluated; 0 before training.
+            metrics: metrics of the evaluation.
+            intervals: 95% interval of each metric, for ``intervals.jsonl`` and the report.
             seconds: duration of the evaluation.
         """
         if not self.is_main:
             return
         line = {"step": step}
-        # The evaluation before training is a phase of no step.
+        # time/eval is a phase of a step, and the evaluation before training belongs to no step.
         if step > 0:
             line["time/eval"] = seconds
         line |= metrics
@@ -164,8 +167,8 @@ class Reporter:
         self._show(step, self._unsent | shown)
 
     def is_due(self, step: int) -> bool:
-        """True if a step is shown and some of its completions are written; the same on every
-        rank."""
+        """True if a step is shown, and some of its completions are written to a file. The answer is
+        the same on all ranks."""
         return step % self._every == 0 or step == self.max_steps
 
     def completions(self, step: int, records: list[dict[str, Any]]) -> None:
@@ -177,31 +180,32 @@ class Reporter:
             self._completions = records
 
     def close(self) -> None:
-        """End the dashboards, after they have sent what is left."""
+        """End the dashboards, after each has sent its remaining data."""
         for name, dashboard in list(self._dashboards.items()):
             self._guard(name, dashboard.finish)
 
     def _show(self, step: int, metrics: dict[str, Any]) -> None:
-        """Send a step to the dashboards, now and then with its completions."""
-        # Dashboards get the step as a number of its own: as a metric it would be one more chart.
+        """Send a step to the dashboards. Some steps are sent with completions."""
+        # Dashboards get the step as a separate number. As a metric it would be one more chart.
         metrics = {name: value for name, value in metrics.items() if name != "step"}
         rows = []
         if step % self._completions_every == 0 or step == self.max_steps:
             rows = [table_row(record) for record in self._completions]
         self._completions = []
-        # A copy, since a dashboard that fails is removed.
+        # The loop runs over a copy, since a dashboard that fails is removed.
         for name, dashboard in list(self._dashboards.items()):
             self._guard(name, dashboard.log, step, metrics, rows)
 
     def _start(self, dashboard_class: type, *arguments: Any) -> None:
-        """Start a dashboard; one that fails is left out."""
+        """Start a dashboard. A dashboard that fails to start is left out."""
         name = dashboard_class.__name__
         dashboard = self._guard(name, dashboard_class, *arguments)
         if dashboard is not None:
             self._dashboards[name] = dashboard
 
     def _guard(self, name: str, call: Callable[..., Any], *arguments: Any) -> Any:
-        """Return ``call(*arguments)`` of a dashboard; after a failure None."""
+        """Return ``call(*arguments)`` of a dashboard. If the call fails, print a warning, remove
+        the dashboard and return None."""
         # A failure (no package, no server, a full disk) ends the dashboard, not the training.
         try:
             return call(*arguments)

@@ -1,8 +1,9 @@
-"""Completions that a run writes to ``completions/``, with their rewards and the log-probs of their
-tokens: a Parquet file per step.
+"""Completions that a run writes to ``completions/``, one Parquet file per step, with their rewards
+and the log-probs of their tokens.
 
 Shapes: ``P`` problems, ``G`` completions each, ``F`` reward functions, ``B`` completions that are
-written, ``T`` completion tokens."""
+written, ``T`` completion tokens.
+"""
 
 import json
 from collections.abc import Callable, Sequence
@@ -31,21 +32,21 @@ def sample_records(
     ref_logprobs_BT: Tensor | None,
     decode: Callable[[list[int]], str],
 ) -> list[dict[str, Any]]:
-    """Records of ``B`` completions of a step, one for each row of the Parquet file.
+    """Return records of ``B`` completions of a step, one record per row of the Parquet file.
 
     Args:
-        groups: problems and completions of the step on this rank. The column ``answer`` of a
-            problem, if it has one, is in its records.
+        groups: problems and completions of the step on this rank. A record has the column
+            ``answer`` of its problem, or None.
         values_PGF: ``[P, G, F]`` values of the reward functions.
-        rewards_PG: ``[P, G]`` rewards, the weighted sums of these values.
+        rewards_PG: ``[P, G]`` rewards, the weighted sums of the values.
         advantages_PG: ``[P, G]`` advantages.
         names: names of the reward functions.
-        rows: places ``(p, g)`` of the completions in ``groups``.
+        rows: indices ``(p, g)`` of the ``B`` completions in ``groups``.
         step: number of the step.
         logprobs_BT: ``[B, T]`` log-probs in nats before the step, the old log-probs of the loss.
         updated_logprobs_BT: ``[B, T]`` log-probs after the updates of the step.
-        ref_logprobs_BT: ``[B, T]`` log-probs under the reference model; None without one.
-        decode: turns token ids into text.
+        ref_logprobs_BT: ``[B, T]`` log-probs under the reference model; None without a reference.
+        decode: function that turns token ids into text.
     """
     logprobs = {
         "logprobs": logprobs_BT,
@@ -69,7 +70,7 @@ def sample_records(
             "length": len(completion.ids),
             "finished": completion.finished,
             "token_ids": list(completion.ids),
-            # Each token alone: the report colours them one by one.
+            # Tokens are decoded one by one, since the report colours each token.
             "tokens": [decode([token]) for token in completion.ids],
             "logged": _text(completion.logged_columns),
         }
@@ -87,7 +88,7 @@ def sample_records(
 
 
 def _text(value: Any) -> str | None:
-    """A value as text; anything but text as JSON. None stays None."""
+    """Return a value as text: a string as it is, another value as JSON. None stays None."""
     if value is None:
         return None
     text = value
@@ -99,8 +100,8 @@ def _text(value: Any) -> str | None:
 
 
 def _at_sampled_tokens(values_T: Tensor, completion: Completion) -> list[float | None]:
-    """The values ``[T]`` as a list without the padding: None at the tokens that a tool or
-    environment wrote, for which the policy's log-probs mean nothing."""
+    """Return the values ``[T]`` as a list without the padding. Tokens that a tool or environment
+    wrote get None, since the policy did not sample them."""
     values = values_T[: len(completion.ids)].tolist()
     for t, is_sampled in enumerate(completion.loss_mask):
         if not is_sampled:
@@ -119,5 +120,5 @@ def write_samples(path: str | Path, records: Sequence[dict[str, Any]]) -> None:
 
 
 def read_samples(path: str | Path) -> list[dict[str, Any]]:
-    """The records that :func:`write_samples` wrote."""
+    """Return the records that :func:`write_samples` wrote."""
     return pyarrow.parquet.read_table(path).to_pylist()

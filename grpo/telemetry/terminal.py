@@ -1,4 +1,4 @@
-"""Errors that the user can fix, on the terminal."""
+"""Messages on the terminal for errors that the user can fix."""
 
 import signal
 import sys
@@ -16,20 +16,20 @@ def print_user_error(error: BaseException) -> None:
 
 
 def exit_with_user_error(error: BaseException, world: World | None) -> int:
-    """Print an error once, and end this process if it is one of several ranks.
+    """Print an error once, and end this process if it is one of several connected ranks.
 
     Args:
-        world: the connected ranks, which all have the same error: rank 0 prints it. None if the
-            ranks are not connected yet: each prints its own error, the first of a machine at once,
-            the others if they still run two seconds later.
+        world: the connected ranks. All have the same error, and rank 0 prints it. None if the ranks
+            are not connected yet: the first rank of each machine prints its error at once, and the
+            other ranks print theirs if they still run two seconds later.
 
     Returns:
-        The exit code, 2 (130 after Ctrl-C), if there is one rank.
+        The exit code, if the process goes on: 2, or 130 after Ctrl-C.
     """
     rank, _, local_rank, _ = launch_environment()
     is_first = (local_rank if world is None else rank) == 0
     if not is_first:
-        # torchrun ends all ranks as soon as one ends: the first one needs time to print.
+        # torchrun ends all ranks as soon as one rank ends, so the first rank gets time to print.
         time.sleep(2)
     if is_first or world is None:
         print_user_error(error)

@@ -1,5 +1,5 @@
-"""The vLLM engine (``rollout.engine=vllm``): servers get the weights before each rollout and sample
-over HTTP."""
+"""The vLLM engine (``rollout.engine=vllm``), which loads the weights into vLLM servers before each
+rollout and samples from the servers over HTTP."""
 
 from __future__ import annotations
 
@@ -27,25 +27,26 @@ def build_engine(
     probe_ids: Sequence[int],
     folder: str | Path,
 ) -> Engine:
-    """Start a vLLM server, or connect to those of ``rollout.server``.
+    """Start a vLLM server, or connect to the servers of ``rollout.server``, and return the engine.
 
     All ranks call it together.
 
     Args:
-        policy: under FSDP its model is sharded.
-        path: folder or Hub id of the model. For the folder of an adapter, the server starts with
-            the adapter's model.
+        policy: the policy, whose model is sharded under FSDP.
+        path: folder or Hub id of the model. If it is the folder of an adapter, the server starts
+            with the base model.
         root: the module that holds the policy's model, under FSDP the root of the sharded modules.
-        longest: the most tokens of a prompt and its completion; 0 if it is not known.
-        probe_ids: token ids of a prompt, for the proof that a server has the policy's weights.
-        folder: gets the log of a server that is started.
+        longest: largest number of tokens in a prompt and its completion; 0 if it is not known.
+        probe_ids: token ids of a prompt. Their log-probs prove that a server has the policy's
+            weights.
+        folder: folder for the log of a server that is started.
 
     Raises:
         ValueError: on all ranks, if a server cannot be started or reached, or cannot sample for
             this policy.
     """
     import_extra("httpx", "vllm", "rollout.engine=vllm")
-    # After the check above, since these modules import httpx.
+    # Imported after the check above, since these modules import httpx.
     from grpo.vllm.client import Server
     from grpo.vllm.engine import VLLMEngine
     from grpo.vllm.server import start_server
@@ -66,7 +67,7 @@ def build_engine(
         # The main rank alone knows the address of a server that it has started.
         addresses = world.broadcast_from_main(addresses)
         # The other ranks wait in a collective, which fails after timeout_s. An error that names the
-        # server has to come before.
+        # server has to come earlier.
         timeout_s = config.runtime.timeout_s / 3
         servers = [Server(address, timeout_s) for address in addresses]
         if started:

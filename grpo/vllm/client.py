@@ -15,7 +15,8 @@ from grpo.system import UserError
 
 
 class ServerError(UserError):
-    """A vLLM server does not work for this run. The message is one line with its address."""
+    """Error for a vLLM server that this run cannot use. The message is one line with the server's
+    address."""
 
 
 class _Record(BaseModel):
@@ -25,7 +26,7 @@ class _Record(BaseModel):
 
 
 class _Logprob(_Record):
-    # At most 0 but for rounding. vLLM writes -9999 in place of NaN.
+    # A log-prob is at most 0, up to rounding. vLLM writes -9999 in place of NaN.
     logprob: Annotated[float, Field(gt=-9999, le=1e-3, allow_inf_nan=False)]
 
 
@@ -38,16 +39,18 @@ class _Logprobs(_Record):
 
 
 class Sampled(_Record):
-    """One completion as the server has sampled it, or one turn of it."""
+    """Tokens that the server has sampled for one request: a completion or, with tools, one turn of
+    a completion."""
 
     finish_reason: Literal["stop", "length"]
     logprobs: _Logprobs
     weight_versions: list[dict[str, Any]]
-    """Versions of the weights that sampled the tokens: several if they were replaced meanwhile."""
+    """Versions of the weights that sampled the tokens. There are several if weights were replaced
+    meanwhile."""
 
     @property
     def ids(self) -> list[int]:
-        """Token ids, up to the one that ended the completion."""
+        """Ids of the sampled tokens, including the token that ended the completion."""
         return [token.token_id for token in self.logprobs.content]
 
 
@@ -56,22 +59,27 @@ class Answer(_Record):
 
     choices: tuple[Sampled]
     prompt_logprobs: list[dict[int, _Logprob] | None] | None = None
-    """For each token of the prompt its id -> log-prob; None for the first token."""
+    """For each prompt token a dictionary from its id to its log-prob; None for the first token."""
 
 
 class Server:
-    """One vLLM server. Its coroutines get a client of :func:`session`, which the requests of a
-    rollout share."""
+    """A vLLM server at an address.
+
+    Its coroutines send requests with an HTTP client of :func:`session`, which all requests of a
+    rollout share.
+    """
 
     def __init__(self, address: str, timeout_s: float):
-        """``address`` is ``http://host:port``; ``timeout_s`` bounds the time of each answer."""
+        """``address`` is ``http://host:port``; ``timeout_s`` limits the seconds until each
+        answer."""
         self.address = address
         self.timeout_s = timeout_s
         self.explain: Callable[[str], str] = lambda problem: problem
-        """Adds to the text of a problem what the trainer knows of a server that it has started; see
-        :meth:`grpo.vllm.server.StartedServer.explain`."""
+        """Function that adds facts about the server to the text of a problem. If the trainer has
+        started the server, it is :meth:`grpo.vllm.server.StartedServer.explain`. Default: the text
+        stays as it is."""
         self.model = ""
-        """The name of the server's model in requests. The engine asks the server for it."""
+        """Name of the model in requests. The engine asks the server for this name."""
 
     def __str__(self) -> str:
         return f"vLLM at {self.address}"
@@ -83,7 +91,7 @@ class Server:
         route: str,
         body: dict[str, Any] | None = None,
     ) -> httpx.Response:
-        """Send a request once, and return the answer.
+        """Send a request once, and return the server's answer.
 
         Raises:
             ServerError: if the server cannot be reached, does not answer in time, or answers with
@@ -91,7 +99,7 @@ class Server:
         """
         # Rollouts may take long, but a host that is down shows in seconds.
         timeout = httpx.Timeout(self.timeout_s, connect=min(10.0, self.timeout_s))
-        # Nothing is sent twice: a server that is slow would load or sample the same again.
+        # No request is sent twice: a server that is slow would load or sample the same again.
         try:
             answer = await http.request(method, self.address + route, json=body, timeout=timeout)
             if answer.status_code < 400:
@@ -109,13 +117,14 @@ class Server:
         raise ServerError(f"{self} {self.explain(problem)}")
 
     async def generate(self, http: httpx.AsyncClient, body: dict[str, Any]) -> Answer:
-        """The answer to ``body``, which has ``token_ids`` and ``sampling_params``.
+        """Return the answer to ``body``, which has ``token_ids`` and ``sampling_params``.
 
         Raises:
             ServerError: see :meth:`call`.
-            pydantic.ValidationError: if the answer is no completion, such as one that was aborted.
+            pydantic.ValidationError: if the answer is not a valid completion, for example an
+                aborted one.
         """
-        # A body that names a model, which an adapter is to vLLM, keeps it.
+        # If the body names a model already, that name stays. To vLLM an adapter is a model.
         body = {"model": self.model} | body
         answer = await self.call(http, "POST", "/inference/v1/generate", body)
         return Answer.model_validate_json(answer.content)
@@ -131,9 +140,9 @@ class Server:
         """Log-probs in nats of ``ids[1:]`` at temperature 1, each given the ids before it.
 
         Args:
-            model: the name of the model or adapter that computes them.
-            version: the name of its weights. As the salt of the prefix cache it keeps keys and
-                values of other weights out of use.
+            model: name of the model or adapter that computes the log-probs.
+            version: name of the weights. It is the salt of the prefix cache, so that cached keys
+                and values of other weights are not used.
         """
         body = {
             "model": model,
@@ -142,7 +151,7 @@ class Server:
                 # vLLM samples at least one token, which is ignored here.
                 "max_tokens": 1,
                 "temperature": 0.0,
-                # Log-probs of the given tokens, without the likeliest ones in their places.
+                # 0 asks for the log-probs of the given tokens, and for no alternatives.
                 "prompt_logprobs": 0,
                 "logprobs": 0,
             },
@@ -156,10 +165,10 @@ class Server:
 @asynccontextmanager
 async def session() -> AsyncIterator[httpx.AsyncClient]:
     """An HTTP client that sends the API key of the environment (``VLLM_API_KEY``)."""
-    # A connection is used once: vLLM closes idle ones, and httpx looks through all of them at each
-    # answer.
+    # Each connection is used once: vLLM closes idle ones, and httpx would look through all of them
+    # at each answer.
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-    # These retries are of connecting alone, before a request is sent.
+    # httpx retries only to connect, before it sends a request.
     transport = httpx.AsyncHTTPTransport(retries=3, limits=limits)
     headers = {}
     if "VLLM_API_KEY" in os.environ:

@@ -1,8 +1,9 @@
-"""The vLLM engine: gives the policy's weights to vLLM servers before each rollout, and samples from
-the servers over HTTP.
+"""The engine that loads the policy's weights into vLLM servers before each rollout, and samples
+from the servers over HTTP.
 
-Each completion is a request (each turn of it, with tools) with a seed of its own. Prompts and
-completions travel as token ids: text that is tokenized again may have other tokens.
+Each completion is one request. With tools a completion has turns (tokens up to a tool's answer),
+and each turn is one request. Each request has its own seed. Prompts and completions travel as token
+ids, because text that is tokenized again may give other tokens.
 """
 
 from __future__ import annotations
@@ -32,20 +33,21 @@ from grpo.vllm.client import Sampled, Server, ServerError, session
 from grpo.vllm.weights import Probe, WeightsFolder
 
 MAX_REQUESTS = 512
-"""Most requests in flight over all ranks and servers. Each has its own connection."""
+"""Limit on the requests in flight over all ranks and servers. Each request has its own
+connection."""
 FULL_MODEL_PREFIX = "grpo-whole-"
 ADAPTER_PREFIX = "grpo-adapter-"
-"""Versions of weights that replace the server's begin with the first, those of adapters beside the
-server's weights with the second."""
+"""Prefixes of version names. A version with the first prefix replaces the server's weights. A
+version with the second prefix is an adapter beside the server's weights."""
 MIN_TEMPERATURE = 0.01
-"""vLLM samples at this temperature in place of a lower one."""
+"""Lowest temperature above 0 at which vLLM samples. vLLM raises a lower value to this one."""
 
 
 class VLLMEngine:
-    """Samples completions of problems from vLLM servers
-    (:class:`grpo.rollout.interface.Engine`)."""
+    """Engine that samples completions of problems from vLLM servers. The interface is
+    :class:`grpo.rollout.interface.Engine`."""
 
-    # The weights are gathered and loaded by all ranks together.
+    # All ranks gather and load the weights together.
     uses_collectives = True
     rows_per_call = ROWS_PER_CALL
 
@@ -59,11 +61,12 @@ class VLLMEngine:
         root: nn.Module | None = None,
         probe_ids: Sequence[int] = (),
     ):
-        """Connect to the servers, which are the same on all ranks. All ranks call it together.
+        """Connect to the servers. All ranks make this call together, with the same servers.
 
         Args:
-            weights_folder: ``rollout.weights_folder``, which the servers can read.
-            root, probe_ids: see :func:`grpo.vllm.build_engine`.
+            weights_folder: value of ``rollout.weights_folder``, a folder that the servers can read.
+            root: the module that holds the policy's model. Default: the model.
+            probe_ids: token ids of a prompt, for :class:`grpo.vllm.weights.Probe`.
 
         Raises:
             ServerError: on all ranks, if a server does not answer or cannot sample for this policy.
@@ -72,16 +75,17 @@ class VLLMEngine:
         self.servers = servers
         self.world = world
         self.on_close: Callable[[], None] = lambda: None
-        """:meth:`close` calls it, to end a server that was started for this engine."""
+        """Function that :meth:`close` calls. It ends the server that was started for this engine,
+        if there is one."""
         self.probe = Probe(policy, root or policy.model, probe_ids)
         self.version: str | None = None
-        """The name of the weights that the servers have, never used for others; None outside
-        :meth:`weights`."""
+        """Name of the weights in the servers; None outside :meth:`weights`. Each load has a new
+        name."""
         self._adapter_folder: Path | None = None
-        """The files of the adapter that the servers have."""
+        """Folder of the adapter that the main rank loaded last; None before, and on other ranks."""
         self.folder = WeightsFolder(weights_folder)
         self.loop = asyncio.new_event_loop()
-        # In its own thread, since the calling one runs another loop in a notebook.
+        # The loop has its own thread, since in a notebook the calling thread runs another loop.
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
         with world.fail_together():
             self.wait_for(self._for_all(self._check))
@@ -91,16 +95,16 @@ class VLLMEngine:
         """Load the policy's weights into the servers, for all calls of :meth:`generate` inside the
         block.
 
-        All ranks enter the block together. Inside another such block nothing is loaded.
+        All ranks enter the block together. Of two nested blocks, the inner block loads nothing.
 
         Raises:
-            ServerError: on all ranks, if a server does not load them.
+            ServerError: on all ranks, if a server does not load the weights.
         """
         if self.version is not None:
             yield
             return
-        # Under FSDP the forward pass and the gathering are collectives, which fail_together() may
-        # not hold.
+        # Under FSDP the forward pass and the gathering are collectives, which must not be inside
+        # fail_together().
         together = self.world.fail_together
         if is_sharded(self.probe.root):
             together = nullcontext
@@ -122,7 +126,8 @@ class VLLMEngine:
                     self._adapter_folder = folder
                 if unused is not None:
                     shutil.rmtree(unused, ignore_errors=True)
-        # Each rank has drawn a version. That of the main rank counts, which has loaded the weights.
+        # Each rank has drawn a version name. The name of the main rank counts, which has loaded the
+        # weights.
         self.version = self.world.broadcast_from_main(version)
         try:
             yield
@@ -138,12 +143,14 @@ class VLLMEngine:
         on_tokens: Callable[[int], None] | None = None,
         replies: Replies | None = None,
     ) -> list[Group]:
-        """See :meth:`grpo.rollout.interface.Engine.generate`. ``on_tokens`` is called when a
-        completion, or a turn of it, has arrived.
+        """Sample completions of problems; see :meth:`grpo.rollout.interface.Engine.generate`.
+
+        ``on_tokens`` is called when a completion, or a turn of a completion, has arrived.
 
         Raises:
-            ServerError: if a server does not answer in time, if its answer is no such completion,
-                or at a temperature between 0 and :data:`MIN_TEMPERATURE`.
+            ServerError: if a server does not answer in time, if a completion has a wrong length or
+                comes from other weights, or if the temperature is between 0 and
+                :data:`MIN_TEMPERATURE`.
         """
         if 0 < sampling.temperature < MIN_TEMPERATURE:
             raise ServerError(
@@ -157,16 +164,18 @@ class VLLMEngine:
                 bodies.append(_request(problem, seed, sampling, stops))
         with self.weights():
             completions = self.wait_for(self._sample_all(bodies, stops, on_tokens, replies))
-        # As from the built-in engine: there is nothing to correct where nothing is trained.
+        # Nothing is trained on greedy completions, so there is nothing to correct. The built-in
+        # engine leaves these log-probs out, too.
         if sampling.is_greedy:
             completions = [replace(c, sampling_logprobs=()) for c in completions]
         return grouped(problems, completions, stops)
 
     def dry_run(self, *_: Any) -> None:
-        """Do nothing: sampling takes the memory of the servers, which limit it themselves."""
+        """Do nothing. Sampling takes memory of the servers alone, which limit it themselves."""
 
     def close(self) -> None:
-        """Delete the files of weights, and end a server that was started for this engine."""
+        """Delete the files of weights, and end the server that was started for this engine, if
+        any."""
         self.loop.call_soon_threadsafe(self.loop.stop)
         shutil.rmtree(self.folder.path, ignore_errors=True)
         self.on_close()
@@ -174,13 +183,15 @@ class VLLMEngine:
     def wait_for(self, coroutine: Coroutine) -> Any:
         """Run a coroutine in the thread of the event loop, and return its result.
 
-        Until then this thread makes the calls of ``replies``, as it does with the built-in engine:
-        a user's tool may refuse other threads.
+        While the calling thread waits, it makes the calls of ``replies`` (see :meth:`generate`).
+        The built-in engine makes these calls in the same thread, and a user's tool may refuse other
+        threads.
         """
-        # A new queue, since a coroutine that was interrupted may have left calls in the last one.
+        # The queue is new, since a coroutine that was interrupted may have left calls in the old
+        # one.
         self.calls = SimpleQueue()
         future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
-        # The future itself is the last entry.
+        # When the coroutine has ended, its future is the last entry.
         future.add_done_callback(self.calls.put)
         try:
             while (call := self.calls.get()) is not future:
@@ -188,18 +199,22 @@ class VLLMEngine:
                 called.set_result(replies(row, turn))
             return future.result()
         finally:
-            # After an exception, such as of a signal handler, requests end, and servers stop
-            # computing.
+            # After an exception, for example from a signal handler, this ends the requests, and the
+            # servers stop computing.
             future.cancel()
 
     async def _for_all(self, call: Callable[..., Coroutine], *args: Any) -> None:
-        """``call(server, http, *args)`` for all servers at a time."""
+        """Await ``call(server, http, *args)`` for all servers at the same time."""
         async with session() as http:
             await asyncio.gather(*[call(server, http, *args) for server in self.servers])
 
     async def _check(self, server: Server, http: httpx.AsyncClient) -> None:
-        """Ask the server for its model's name, and raise a ServerError if its log-probs would be
-        wrong."""
+        """Ask the server for its model's name and its settings.
+
+        Raises:
+            ServerError: if the server would return wrong log-probs, or if the LoRA adapter does not
+                belong to the server's weights.
+        """
         models = await server.call(http, "GET", "/v1/models")
         server.model = models.json()["data"][0]["id"]
         info = await server.call(http, "GET", "/server_info?config_format=json")
@@ -211,7 +226,8 @@ class VLLMEngine:
                 f"{server} returns other log-probs: "
                 "start it with --logprobs-mode processed_logprobs"
             )
-        # An adapter is added to the weights of the server, which must be those of its files.
+        # The server adds an adapter to its weights, which must still be the weights that it was
+        # started with.
         weights = await server.call(http, "GET", "/weight_info")
         if self.policy.adapter and weights.json()["weight_version"].startswith(FULL_MODEL_PREFIX):
             raise ServerError(
@@ -226,8 +242,10 @@ class VLLMEngine:
         folder: Path,
         version: str,
     ) -> None:
-        """Load the weights of a folder into a server, and prove that it computes with them."""
-        # The version comes first: no completion of changed weights may bear the old one.
+        """Load the weights of a folder into a server, and prove that the server computes with
+        them."""
+        # The version name changes before the weights: no completion of the new weights may bear the
+        # old name.
         await server.call(http, "POST", "/update_weight_version", {"new_version": version})
         if self.policy.adapter is None:
             model = server.model
@@ -258,11 +276,11 @@ class VLLMEngine:
         on_tokens: Callable[[int], None] | None,
         replies: Replies | None,
     ) -> list[Completion]:
-        """The completions of all requests, in order. Each server gets the same number of them."""
+        """Return the completions of all requests, in order. Requests go to the servers in turn."""
         in_flight = asyncio.Semaphore(max(MAX_REQUESTS // self.world.size, 1))
 
         async def complete(row: int, body: dict[str, Any]) -> Completion:
-            """Sample a completion turn by turn; without ``replies`` it has one turn."""
+            """Sample a completion turn by turn; without ``replies`` a completion is one turn."""
             server = self.servers[row % len(self.servers)]
             settings = body["sampling_params"]
             ids = []
@@ -283,8 +301,8 @@ class VLLMEngine:
                 if on_tokens is not None:
                     on_tokens(len(sampled.ids))
 
-                # vLLM decodes token by token, and may see a stop string late. The turn ends where
-                # it ends in the built-in engine.
+                # vLLM decodes token by token, and may see a stop string late. The turn is cut where
+                # it would end in the built-in engine.
                 end = stops.first_end(sampled.ids) if stops.strings else None
                 turn = sampled.ids[:end]
                 finished = end is not None or sampled.finish_reason == "stop"
@@ -293,9 +311,9 @@ class VLLMEngine:
                 logprobs += [token.logprob for token in sampled.logprobs.content[:end]]
 
                 answer = None
-                # A turn that was cut off has used all tokens: an answer has no room.
+                # A turn that was cut off has used all tokens, and leaves no room for an answer.
                 if replies and finished:
-                    # The thread of wait_for() calls replies(), which returns a future in turn.
+                    # The thread of wait_for() calls replies(), which itself returns a future.
                     called = Future()
                     self.calls.put((called, replies, row, turn))
                     reply = await asyncio.wrap_future(called)
@@ -309,7 +327,7 @@ class VLLMEngine:
                         tuple(logprobs),
                         loss_mask=() if all(loss_mask) else tuple(loss_mask),
                     )
-                # The policy did not sample these tokens: they are context, and not trained.
+                # The policy did not sample these tokens: they are context, and not trained on.
                 ids += answer
                 loss_mask += [False] * len(answer)
                 logprobs += [0.0] * len(answer)
@@ -329,9 +347,12 @@ class VLLMEngine:
         http: httpx.AsyncClient,
         body: dict[str, Any],
     ) -> Sampled:
-        """Sample one turn; ServerError if it is too short or too long, or of other weights."""
-        # The salt keeps keys and values of other weights, which the prefix cache may hold, out of
-        # use.
+        """Sample one turn.
+
+        Raises:
+            ServerError: if the turn is too short or too long, or if other weights have sampled it.
+        """
+        # With this salt the prefix cache does not use keys and values of other weights.
         body["cache_salt"] = self.version
         if self.policy.adapter:
             body["model"] = self.version
@@ -339,7 +360,7 @@ class VLLMEngine:
         (sampled,) = answer.choices
         length = len(sampled.ids)
         max_length = body["sampling_params"]["max_tokens"]
-        # A server whose context is too small cuts completions off, which would look truncated.
+        # A server whose context is too small cuts completions off, and they would look truncated.
         is_cut = length < max_length and sampled.finish_reason == "length"
         if is_cut or length > max_length:
             raise ServerError(
@@ -361,27 +382,27 @@ def _request(
     sampling: SamplingParams,
     stops: Stops,
 ) -> dict[str, Any]:
-    """The body of the request for one completion."""
+    """Return the body of the request for one completion."""
     settings = {
         "max_tokens": sampling.max_completion_length,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
         "min_p": sampling.min_p,
-        # Written out, since a server takes what a request leaves out from the checkpoint's
-        # generation_config.json.
+        # The defaults are written out, since a server takes what a request leaves out from the
+        # checkpoint's generation_config.json.
         "repetition_penalty": 1.0,
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
         "stop": stops.strings,
         "stop_token_ids": stops.ids,
         "include_stop_str_in_output": True,
-        # Stop strings are looked for in the text without special tokens, as by Stops.
+        # vLLM looks for stop strings in the text without special tokens, as Stops does.
         "skip_special_tokens": True,
         # The policy's EOS ids are among the stop tokens; the server may know others.
         "ignore_eos": True,
         "seed": seed,
-        # The log-prob of each sampled token, without the likeliest ones in its place.
+        # 0 asks for the log-prob of each sampled token, and for no alternatives.
         "logprobs": 0,
     }
     return {"token_ids": list(problem.prompt_ids), "sampling_params": settings}

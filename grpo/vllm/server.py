@@ -1,5 +1,5 @@
-"""A vLLM server that the trainer starts on its own machine (``rollout.server=start``), and that
-ends with the trainer."""
+"""A vLLM server that the trainer starts on its machine (``rollout.server=start``). The server ends
+when the trainer ends."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from grpo.system import without_environment_defaults
 from grpo.vllm.weights import DTYPES, MAX_PROBE_TOKENS
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""The values that vLLM takes for ``--max-lora-rank``."""
+"""Values that vLLM accepts for ``--max-lora-rank``."""
 LAUNCHER_VARIABLES = re.compile(
     "RANK|WORLD_SIZE|(LOCAL|GROUP)_(RANK|WORLD_SIZE)|ROLE_.*|MASTER_(ADDR|PORT)"
     "|TORCHELASTIC_.*|TORCH_NCCL_.*"
 )
-"""Environment variables of torchrun, which would make the server look for other ranks."""
+"""Pattern of torchrun's environment variables, which would make the server look for other ranks."""
 END_WITH_PARENT = (
     "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); "
     "os.getppid() == int(sys.argv[1]) or sys.exit(1); "
     "os.execvp(sys.argv[2], sys.argv[2:])"
 )
-"""Python program that asks the kernel for SIGTERM when its parent ends (PR_SET_PDEATHSIG), also by
-SIGKILL, and then becomes the program that its arguments name."""
+"""Python program that becomes the command in its arguments (``exec``). First it asks the kernel
+to send SIGTERM when the parent process ends (PR_SET_PDEATHSIG), even if SIGKILL ends the parent."""
 
 
 def start_server(
@@ -48,14 +48,17 @@ def start_server(
     folder: Path,
     stack: contextlib.ExitStack,
 ) -> StartedServer:
-    """Start a server on this machine, and return it when it answers.
+    """Start a server on this machine, and return it once it answers.
 
     Args:
-        longest, path, folder: see :func:`grpo.vllm.build_engine`.
-        stack: gets the server's :meth:`StartedServer.close`.
+        path: folder or Hub id of the model, or the folder of an adapter.
+        longest: largest number of tokens in a prompt and its completion; 0 if it is not known.
+        folder: folder for the server's log.
+        stack: exit stack that gets the server's :meth:`StartedServer.close`.
 
     Raises:
-        ConfigError: if the server ends or does not answer in time, or on several machines.
+        ConfigError: if the server ends or does not answer in time, or if the run has several
+            machines.
     """
     if world.num_machines > 1:
         raise ConfigError(
@@ -64,7 +67,8 @@ def start_server(
         )
     options = [
         f"--dtype={DTYPES[policy.precision]}".replace("torch.", ""),
-        # Log-probs after temperature and filters: those of the distribution that is sampled from.
+        # The log-probs are taken after temperature and filters, from the distribution that is
+        # sampled.
         "--logprobs-mode=processed_logprobs",
         # The route that takes and returns token ids.
         "--enable-scale-out",
@@ -72,8 +76,8 @@ def start_server(
         "--disable-uvicorn-access-log",
     ]
     if longest:
-        # Less than the model's context leaves more memory to the KV cache. The probe of the weights
-        # has to fit, too, with the token that vLLM samples after it.
+        # A limit below the model's context leaves more memory to the KV cache. The text that proves
+        # the weights has to fit, too, with the token that vLLM samples after it.
         max_length = max(longest, MAX_PROBE_TOKENS + 1)
         options.append(f"--max-model-len={max_length}")
     if policy.device.type == "cpu":
@@ -82,11 +86,13 @@ def start_server(
     if policy.adapter:
         lora = policy.adapter.active_peft_config
         rank = max(lora.r, *lora.rank_pattern.values(), 1)
-        # A rank above all of them is left to vLLM, whose error names the possible ones.
+        # A rank above all of these values is passed on to vLLM, whose error names the possible
+        # ranks.
         max_rank = next((possible for possible in LORA_RANKS if possible >= rank), rank)
         options += ["--enable-lora", f"--max-lora-rank={max_rank}"]
 
-    # A folder, also for a model of the Hub: these are the files that the trainer has loaded.
+    # A model of the Hub is given as its folder, too, which has the files that the trainer has
+    # loaded.
     model = base_of(path)
     if os.path.isdir(model):
         model = os.path.abspath(model)
@@ -94,7 +100,7 @@ def start_server(
         model = huggingface_hub.snapshot_download(model, local_files_only=True)
     log = folder / "vllm.log"
     server = StartedServer(config.rollout.vllm_command, model, options, log)
-    # Before waiting: a server that does not answer has to end, too.
+    # The callback is set before waiting: a server that does not answer has to end, too.
     stack.callback(server.close)
     print(f"starting vLLM (log: {log}) ...", flush=True)
     server.wait(config.runtime.timeout_s / 3)
@@ -102,7 +108,7 @@ def start_server(
 
 
 class StartedServer:
-    """A running server with its processes, and its log."""
+    """A server that this process has started, with its address and its log."""
 
     def __init__(self, command: str, model: str, options: list[str], log: Path):
         """Start a server on a free port.
@@ -110,24 +116,26 @@ class StartedServer:
         Args:
             command: ``rollout.vllm_command``; ``{model}`` in it stands for the model's folder.
             model: the model's folder.
-            options: put behind the model. Options of the command that follow there win over them.
+            options: options of vLLM, which are put behind ``{model}``. Options of the command that
+                follow there win over these.
             log: file to which the server's output is appended.
         """
-        # vLLM takes the last of two values of an option. So the user's come after ours, and host
-        # and port, which the trainer has to know, come last of all.
+        # If an option is given twice, vLLM takes the last value. So the user's options come after
+        # ours. Host and port, which the trainer has to know, come last of all.
         words = []
         for word in shlex.split(command):
             words.append(word.replace("{model}", model))
             if "{model}" in word:
                 words += options
-        # Bound to port 0, a socket gets a free port, which the server takes once it is closed.
+        # Bound to port 0, a socket gets a free port, which the server takes once this socket is
+        # closed.
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         self.address = f"http://127.0.0.1:{port}"
         self.log = log
         environment = {
-            # These switch the routes on that load weights and adapters.
+            # These variables switch on the routes that load weights and adapters.
             "VLLM_SERVER_DEV_MODE": "1",
             "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
         }
@@ -139,7 +147,8 @@ class StartedServer:
             self.process = subprocess.Popen(
                 [
                     sys.executable,
-                    # Isolated: no variable or folder of the user changes what Python imports.
+                    # -I isolates the program: no variable or folder of the user changes what Python
+                    # imports.
                     "-Ic",
                     END_WITH_PARENT,
                     str(os.getpid()),
@@ -151,15 +160,19 @@ class StartedServer:
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,
-                # Its own process group: Ctrl-C in the terminal reaches the trainer alone, and
-                # close() reaches all processes of the server.
+                # The server has its own process group: Ctrl-C in the terminal reaches the trainer
+                # alone, and close() reaches all processes of the server.
                 start_new_session=True,
             )
 
     def wait(self, timeout_s: float) -> None:
-        """Return when the server answers; ConfigError if it ends, or does not answer in time."""
+        """Wait until the server answers.
+
+        Raises:
+            ConfigError: if the server ends, or does not answer within ``timeout_s`` seconds.
+        """
         deadline = time.monotonic() + timeout_s
-        # It refuses connections while it loads the model.
+        # The server refuses connections while it loads the model.
         while self.process.poll() is None and time.monotonic() < deadline:
             with contextlib.suppress(httpx.HTTPError):
                 answer = httpx.get(f"{self.address}/health", timeout=5, trust_env=False)
@@ -170,16 +183,16 @@ class StartedServer:
         raise ConfigError(f"vLLM at {self.address} {self.explain(problem)}")
 
     def explain(self, problem: str) -> str:
-        """The text of ``problem``, or of the exit code if the server has ended; then the path of
-        the log."""
+        """Return the text of ``problem`` and the path of the log. If the server has ended, its exit
+        code replaces the problem."""
         code = self.process.poll()
         if code is not None:
             problem = f"has ended (exit code {code})"
         return f"{problem}: see {self.log}"
 
     def close(self) -> None:
-        """Ask the server's processes to end (SIGTERM). When the first has ended, or after 10
-        seconds, SIGKILL ends the others."""
+        """Ask all processes of the server to end (SIGTERM). Once its main process has ended, or
+        after 10 seconds, SIGKILL ends the processes that are left."""
         for number in (signal.SIGTERM, signal.SIGKILL):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, number)

@@ -1,5 +1,5 @@
-"""The policy's weights on their way to the servers: the files, and the proof that they are
-loaded."""
+"""Files that carry the policy's weights to the vLLM servers, and the proof that a server has loaded
+the weights."""
 
 from __future__ import annotations
 
@@ -19,24 +19,23 @@ from grpo.model import Policy, save_weights
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 MAX_LOGPROB_DIFFERENCE = {"fp32": 1e-3, "bf16": 0.1}
-"""Largest mean difference between log-probs of server and trainer, in nats, by
+"""Limit on the mean absolute difference between log-probs of server and trainer, in nats, by
 ``runtime.precision``."""
 MIN_PROBE_TOKENS = 8
 MAX_PROBE_TOKENS = 64
-"""Length of the text whose log-probs are compared."""
+"""Limits on the number of tokens in the text whose log-probs are compared."""
 
 
 class WeightsFolder:
-    """The folder of an engine inside ``rollout.weights_folder``, for the weights that servers
-    read."""
+    """Folder inside ``rollout.weights_folder`` where one engine writes weights for its servers."""
 
     def __init__(self, parent: str):
-        # From host and process a later run sees whether the folder is still in use. The suffix
-        # tells engines of one process apart.
+        # The name has the host and the process, from which a later run sees whether the folder is
+        # still in use. The suffix tells engines of one process apart.
         self.prefix = f"grpo-{socket.gethostname()}-"
         suffix = uuid.uuid4().hex[:8]
         name = f"{self.prefix}{os.getpid()}-{suffix}"
-        # A server may have another working directory.
+        # The path is absolute, since a server may have another working directory.
         self.path = Path(os.path.abspath(parent), name)
 
     def write(
@@ -45,12 +44,13 @@ class WeightsFolder:
         weights: dict[str, Tensor],
         version: str,
     ) -> Path:
-        """Write weights as ``save_pretrained`` does, and return their folder.
+        """Write weights as ``save_pretrained`` does, and return the folder of the files.
 
-        They are in the precision of the run, those of an adapter in fp32. Folders of processes of
-        this machine that have ended are deleted first.
+        Weights are written in the precision of the run, and an adapter is written in fp32. Folders
+        whose process on this machine has ended are deleted first.
         """
-        # A process that was killed has deleted nothing, and the parent is usually memory.
+        # A process that was killed has not deleted its folder, and the parent folder usually lies
+        # in memory (/dev/shm).
         for leftover in self.path.parent.glob(f"{self.prefix}*"):
             rest = leftover.name.removeprefix(self.prefix)
             pid = rest.partition("-")[0]
@@ -58,8 +58,8 @@ class WeightsFolder:
                 shutil.rmtree(leftover, ignore_errors=True)
 
         dtype = torch.float32 if policy.adapter else DTYPES[policy.precision]
-        # A copy of each, so that save_pretrained writes a tied weight under all its names: on the
-        # CPU, vLLM packs the head again only when the files hold the head.
+        # Each name gets a copy, so that save_pretrained writes a tied weight under all its names.
+        # On the CPU, vLLM packs the head again only if the files hold the head.
         copies = {name: tensor.to(dtype, copy=True) for name, tensor in weights.items()}
         folder = self.path / version
         save_weights(policy.trained_model, copies, folder)
@@ -67,10 +67,10 @@ class WeightsFolder:
 
 
 class Probe:
-    """Proof that a server computes with the policy's weights: both give the same log-probs of a
-    text.
+    """Proof that a server computes with the policy's weights. Server and policy must give the
+    tokens of a short text the same log-probs.
 
-    Shapes: ``S`` tokens of the text but the first, ``V`` vocabulary.
+    Shapes: ``S`` tokens of the text except the first, ``V`` vocabulary.
     """
 
     def __init__(
@@ -79,8 +79,14 @@ class Probe:
         root: nn.Module,
         ids: Sequence[int],
     ):
-        """``ids`` is a prompt, whose beginning is the text. If it has fewer than
-        :data:`MIN_PROBE_TOKENS`, the text is a fixed row of tokens."""
+        """Take the first :data:`MAX_PROBE_TOKENS` tokens of a prompt as the text. If the prompt is
+        shorter than :data:`MIN_PROBE_TOKENS`, the text is a fixed list of tokens.
+
+        Args:
+            root: the module that holds the policy's model, under FSDP the root of the sharded
+                modules.
+            ids: token ids of the prompt.
+        """
         self.policy = policy
         self.root = root
         self.ids = list(ids[:MAX_PROBE_TOKENS])
@@ -88,15 +94,16 @@ class Probe:
             vocabulary = len(policy.model.get_input_embeddings().weight)
             self.ids = [(7 * i + 3) % vocabulary for i in range(2 * MIN_PROBE_TOKENS)]
         self.policy_S = torch.zeros(0)
-        """The policy's log-probs of ``ids[1:]`` in nats, as of the last :meth:`update`."""
+        """The policy's log-probs of ``ids[1:]`` in nats, from the last :meth:`update`."""
         self.last_changes: dict[Any, tuple[Tensor, Tensor]] = {}
-        """For each server its log-probs when they last changed, and the policy's at that time."""
+        """Server -> its log-probs when they last changed, and the policy's log-probs at that
+        time."""
 
     def update(self) -> None:
-        """Compute the policy's log-probs. All ranks call it together.
+        """Compute the policy's log-probs of the text. All ranks call it together.
 
         Raises:
-            ValueError: if they are NaN.
+            ValueError: if a log-prob is NaN.
         """
         ids_1S = torch.tensor([self.ids], device=self.policy.device)
         with self.policy.inference_mode():
@@ -118,22 +125,27 @@ class Probe:
         server: Any,
         logprobs: Sequence[float],
     ) -> str | None:
-        """Compare a server's log-probs of ``ids[1:]``, after it has loaded the weights, with the
-        policy's.
+        """Compare the log-probs of a server that has loaded the weights with the policy's
+        log-probs.
 
-        Returns the reason why they are not those of the policy's weights; None if they are.
+        Args:
+            logprobs: the server's log-probs of ``ids[1:]``, in nats.
+
+        Returns:
+            The reason why the server does not compute with the policy's weights; None if it does.
         """
         server_S = torch.tensor(logprobs)
         limit = MAX_LOGPROB_DIFFERENCE[self.policy.precision]
         difference = _distance(server_S, self.policy_S)
-        # A difference of NaN is a fault, too.
+        # "not <=" finds a difference of NaN, too, which is a fault.
         if not difference <= limit:
             return (
                 f"log-probs of a text differ by {difference:.3g} nats on average (limit {limit:g})"
             )
 
-        # An update may be smaller than this limit. So a server whose log-probs stay the same to the
-        # bit, while the policy's move by more than the two programs differ, has not applied it.
+        # An update may change log-probs by less than this limit. But a server has not applied it if
+        # its log-probs stay the same to the bit, while the policy's move by more than server and
+        # policy differ.
         former = self.last_changes.setdefault(server, (server_S, self.policy_S))
         former_server_S, former_policy_S = former
         moved = _distance(self.policy_S, former_policy_S)
@@ -146,5 +158,5 @@ class Probe:
 
 
 def _distance(first_S: Tensor, second_S: Tensor) -> float:
-    """Mean absolute difference."""
+    """Mean absolute difference between two rows of log-probs."""
     return float((first_S - second_S).abs().mean())
