@@ -1,8 +1,9 @@
 """Compare two models on the same problems: python examples/compare_checkpoints.py [FOLDER FOLDER]
 
-Each accuracy comes with its 95% interval. The difference has an interval of its own, over problems:
-both models answer the same ones, so it is narrower than two separate intervals suggest. Without
-folders, a short run makes the two checkpoints.
+Each accuracy is printed with its 95% interval. The difference of the accuracies has an interval,
+too. It is computed from the differences for single problems, since both models answer the same
+problems. So it is narrower than the two separate intervals suggest. Without folders, a short run
+makes the two checkpoints.
 """
 
 import sys
@@ -21,7 +22,7 @@ SETTINGS = {
     "rollout": {"prompts_per_step": 8, "num_generations": 8, "max_completion_length": 64},
     "algorithm.beta": 0.0,
     "optim": {"learning_rate": 2e-4, "max_steps": 8},
-    # Several samples of each problem make its accuracy more exact than right or wrong.
+    # With several samples of a problem, its accuracy is a fraction, and not only 0 or 1.
     "eval": {"before_training": False, "num_samples": 4, "temperature": 1.0},
     "checkpoint": {"save_steps": 2, "keep": 4, "resume": "never"},
     "runtime.precision": "fp32",
@@ -29,7 +30,7 @@ SETTINGS = {
 
 
 def accuracies(evaluation):
-    """The accuracy of each problem: right samples over all samples."""
+    """Return the accuracy of each problem: right samples divided by all samples."""
     values = []
     for problem in evaluation.problems:
         num_right = sum(sample.correct for sample in problem.samples)
@@ -46,7 +47,7 @@ config = make_config(SETTINGS)
 output = Path(config.output_dir, "evaluation.json")
 first, second = run(config, folders, output, start_world(config.runtime))
 
-# A hard problem is hard for both models. In differences of one problem that cancels out.
+# A hard problem is hard for both models. The difference for one problem cancels this out.
 differences = []
 for before, after in zip(accuracies(first), accuracies(second), strict=True):
     differences.append([after - before])

@@ -1,15 +1,17 @@
-"""Environments of other packages, as glue of a few lines (docs/tools.md has the table).
+"""Environments of other packages, each adapted in a few lines (docs/tools.md has a table).
 
-``environment: "examples/environments.py:Sudoku"`` in a configuration names one. A reset/step
-environment has two methods: ``reset`` returns the prompt, and ``step`` gets the text of a turn of
-the model, and returns what Gymnasium's does: observation, reward, terminated, truncated, info.
+A configuration names an environment by ``environment: "examples/environments.py:Sudoku"``. A
+reset/step environment has two methods. ``reset`` returns the prompt. ``step`` gets the text of a
+turn of the model, and returns the same values as in Gymnasium: observation, reward, terminated,
+truncated, info.
 """
 
 
 class Sudoku:
-    """A game of GEM. Its board is in ``info["suffix"]``, which GEM's own wrappers append.
+    """A game of GEM. The board of the game is in ``info["suffix"]``.
 
-    These wrappers would also repeat the whole conversation in each observation.
+    GEM's wrappers are not used: they would append the board, and would also repeat the whole
+    conversation in each observation.
     """
 
     game_id = "game:Sudoku-v0-easy"
@@ -31,9 +33,9 @@ class Sudoku:
 
 
 class GuessTheNumber:
-    """A game of TextArena for one player. The ending ``-raw`` leaves out TextArena's wrappers.
+    """A game of TextArena for one player. ``-raw`` in its id leaves out TextArena's wrappers.
 
-    These would repeat the whole conversation in each observation, and keep it after a reset.
+    The wrappers would repeat the whole conversation in each observation, and keep it after a reset.
     """
 
     game_id = "GuessTheNumber-v0-raw"
@@ -48,7 +50,7 @@ class GuessTheNumber:
 
     def observe(self):
         _, messages = self.game.get_observation()
-        # Player 0 is the model, which knows what it wrote itself.
+        # Player 0 is the model. Its own messages are in the conversation already.
         texts = [text for sender, text, _ in messages if sender != 0]
         return "\n".join(texts)
 
@@ -64,7 +66,7 @@ class GuessTheNumber:
 
 
 class TicTacToe(GuessTheNumber):
-    """A game of TextArena for two. The opponent places its mark at random."""
+    """A game of TextArena for two players. The opponent places its mark at random."""
 
     game_id = "TicTacToe-v0-raw"
     num_players = 2
@@ -86,7 +88,7 @@ class TicTacToe(GuessTheNumber):
 
 
 class Blackjack:
-    """A game of Gymnasium. Its actions are numbers, and its observations need words."""
+    """A game of Gymnasium. Its actions and observations are numbers, and this class adds words."""
 
     def __init__(self):
         import gymnasium
@@ -107,7 +109,7 @@ class Blackjack:
 
 
 class SkyGsm8k:
-    """A problem of SkyRL-gym. Its object serves one episode, and needs the columns of the row."""
+    """A problem of SkyRL-gym. Each reset makes a new game from the columns of the dataset's row."""
 
     # The prompt and the columns of the dataset's row are arguments of reset, by name.
     def reset(self, prompt, **row):
@@ -125,9 +127,9 @@ class SkyGsm8k:
 
 
 class OpenEnvGame:
-    """A game behind a server of OpenEnv, whose address is in the variable ``GAME_URL``.
+    """A game on an OpenEnv server. The environment variable ``GAME_URL`` has the server's address.
 
-    With a package's own client, such as ``EchoEnv``, an action is an object of its class,
+    Some packages have a client for their game, such as ``EchoEnv``. With that client, an action is
     ``EchoAction(message=action)``, and the parts of an observation are attributes.
     """
 
@@ -148,13 +150,13 @@ class OpenEnvGame:
         text = result.observation["echoed_message"]
         return text, result.reward, result.done, False, {}
 
-    # Called at the end of the run. The connection stays open until then, over all resets.
+    # The run calls this method at its end. The connection stays open until then, over all resets.
     def close(self):
         self.client.close()
 
 
 class Gsm8k:
-    """A problem of GSM8K in Aviary, whose tools are methods here. The first answer ends it."""
+    """A problem of GSM8K in Aviary. Its tools are methods here. The first answer ends the problem."""
 
     async def reset(self, prompt, answer, **row):
         from aviary.envs.gsm8k import CalculatorEnv
@@ -166,7 +168,8 @@ class Gsm8k:
         self.reward = 0.0
         self.done = False
 
-    # This environment has no `step`, so each public method is a tool, as the model reads it here.
+    # This environment has no `step`, so each public method is a tool. The model reads the
+    # docstrings and type hints of tools.
     async def calculator(self, expr: str) -> str:
         """Calculate a number.
 

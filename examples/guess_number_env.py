@@ -1,17 +1,17 @@
 """An environment with one tool, for the task builtin:guess_number: the model guesses a hidden
 number and gets hints.
 
-A class in the form of TRL's environments. Each completion has an object of its own: `reset` gets
-the columns of a row, every public method but `reset` and `get_reward` is a tool, and the reward is
-read when the conversation has ended.
+The class has the form of TRL's environments. Each completion of a step has its own object. `reset`
+gets the columns of a row. Every public method except `reset` and `get_reward` is a tool.
+`get_reward` is called when the conversation has ended.
 """
 
 
 class GuessNumber:
-    """The tool `guess`, and a reward of 1 for the right number, less 0.05 for each guess before
-    it."""
+    """Environment with the tool `guess`. The reward for the right number is 1, less 0.05 for each
+    wrong guess."""
 
-    # Names that begin with _ are no tools, and the model never sees them.
+    # Methods whose names begin with _ are no tools, and the model never sees them.
 
     def reset(self, secret: int, **row) -> None:
         """Hide a number. Nothing is added to the prompt, so nothing is returned."""
@@ -30,7 +30,7 @@ class GuessNumber:
         Returns:
             Whether the hidden number is higher or lower than the guess, or that the guess is right.
         """
-        # The model may write another type than the hint says. An error here is text that it reads.
+        # The model may write another type than the hint says. It would read an error raised here.
         number = int(number)
         if self._solved:
             return "right"
@@ -41,7 +41,7 @@ class GuessNumber:
         return "higher" if self._secret > number else "lower"
 
     def get_reward(self) -> float:
-        """The reward of the conversation, called once when it has ended."""
+        """Return the reward of a conversation that has ended. It is called once."""
         if not self._solved:
             return 0.0
         return 1.0 - 0.05 * (self._num_guesses - 1)

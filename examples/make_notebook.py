@@ -1,7 +1,7 @@
 """Write own_loop.ipynb from own_loop.py: python examples/make_notebook.py [--check]
 
-`# %%` begins a cell of code, `# %% [markdown]` one of text. With --check nothing is written, and
-the exit code is 1 if the notebook is not what would be written.
+`# %%` begins a cell of code, and `# %% [markdown]` a cell of text. With --check nothing is written,
+and the exit code is 1 if the notebook does not agree with the script.
 """
 
 import json
@@ -12,11 +12,11 @@ from pathlib import Path
 SCRIPT = Path(__file__).parent / "own_loop.py"
 NOTEBOOK = SCRIPT.with_suffix(".ipynb")
 CELL = re.compile(r"^# %%(.*)\n((?:(?!# %%).*\n?)*)", re.MULTILINE)
-"""A line that begins a cell, with what follows `# %%`, and all lines up to the next one."""
+"""Pattern of a cell. The groups are the text after `# %%`, and the lines up to the next cell."""
 
 
 def cells_of(script: str) -> list[dict]:
-    """The cells, in the notebook format 4.5."""
+    """Return the cells of a script, in the notebook format 4.5."""
     cells = []
     for number, (kind, text) in enumerate(CELL.findall(script)):
         text = text.strip("\n")
@@ -24,7 +24,7 @@ def cells_of(script: str) -> list[dict]:
         if is_markdown:
             text = re.sub(r"^# ?", "", text, flags=re.MULTILINE)
 
-        # The format wants an id in each cell. One that is drawn would change with each writing.
+        # The format requires an id in each cell. A random id would change each time.
         cell = {
             "id": f"cell-{number}",
             "metadata": {},
@@ -39,7 +39,7 @@ def cells_of(script: str) -> list[dict]:
 
 
 def notebook_of(script: str) -> str:
-    """The text of the notebook file."""
+    """Return the text of the notebook file for a script."""
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
     content = {
         "cells": cells_of(script),

@@ -23,7 +23,7 @@ G = 8  # completions of each problem
 
 
 def reward(completions, answer, **columns):
-    """1 for the right answer in its tag, less 0.001 for each character: one number a completion."""
+    """Score 1 for the right answer in its tag, less 0.001 for each character of the completion."""
     rewards = []
     for text, right in zip(completions, answer, strict=True):
         is_right = f"<answer>{right}</answer>" in text
@@ -39,8 +39,8 @@ def reward(completions, answer, **columns):
 tokenizer = load_tokenizer(MODEL)
 policy = load_policy(MODEL, tokenizer, device=torch.device("cpu"), precision="fp32")
 scorer = CompletionScorer(policy.model)
-# Compares sampling with scoring: a model that its KV cache samples wrongly is refused, and fast
-# kernels are switched on where they are right.
+# Compares the log-probs of sampling with those of scoring. A model whose KV cache gives wrong
+# log-probs is refused. Fast kernels are switched on where their results are right.
 check_model(policy, scorer)
 optimizer = torch.optim.AdamW(policy.model.parameters(), lr=2e-4, weight_decay=0.0)
 engine = BuiltinEngine(policy)
@@ -91,7 +91,8 @@ for step in range(STEPS):
         batch.advantages_B,
         batch.loss_mask_BT,
     )
-    # The sum and its denominator are apart so that micro-batches and ranks can add up theirs.
+    # The sum and its denominator are separate, so that each can be added up over micro-batches and
+    # ranks.
     loss = loss_sum / loss_denominator(batch.loss_mask_BT)
     loss.backward()
     torch.nn.utils.clip_grad_norm_(policy.model.parameters(), 1.0)

@@ -1,4 +1,4 @@
-r"""Your own loss and advantages: two functions, which configurations name by file.
+r"""A loss and advantages of your own: two functions that a configuration names by their file.
 
     python train_grpo.py algorithm.objective=examples/own_loss.py:geometric_mean \
         algorithm.num_iterations=2 output_dir=runs/gmpo
@@ -8,20 +8,21 @@ r"""Your own loss and advantages: two functions, which configurations name by fi
         optim.max_steps=50 --seeds 0 \
         --vary algorithm.objective=clip,examples/own_loss.py:geometric_mean
 
-With one update per rollout each ratio is 1, and another way to clip changes nothing: hence the two
-iterations. Shapes: P problems, G completions each, F reward functions; B rows, T completion tokens.
-docs/algorithm.md says what the functions get.
+With one update per rollout, each importance ratio is 1, and no ratio is clipped. So the commands
+with a loss set two iterations. Shapes: P problems, G completions each, F reward functions; B rows,
+T completion tokens. docs/algorithm.md describes the arguments of the functions.
 """
 
 import torch
 
 
 def geometric_mean(logprobs_BT, ratio_BT, A_B1, mask_BT, bounds):
-    """GMPO (arXiv 2507.20673): the loss of each token has the geometric mean of the clipped
-    importance ratios of its response.
+    """Return the loss of GMPO (arXiv 2507.20673) for each token.
 
-    A ratio is clipped as in PPO: above where the advantage is positive, else below. The paper's
-    bounds, e to the power of -0.4 and 0.4, are algorithm.epsilon=0.33 algorithm.epsilon_high=0.49.
+    The importance ratio of a token is replaced by the geometric mean of the clipped ratios in its
+    response. As in PPO, a ratio is clipped at the upper bound if the advantage is positive, else at
+    the lower bound. The paper's bounds, e to the power of -0.4 and 0.4, are algorithm.epsilon=0.33
+    and algorithm.epsilon_high=0.49.
     """
     low, high = bounds
     clipped_BT = torch.where(
@@ -42,8 +43,10 @@ def geometric_mean(logprobs_BT, ratio_BT, A_B1, mask_BT, bounds):
 
 
 def above_median(rewards_PG, values_PGF):
-    """The reward less the (lower) median of its group, which one very good completion does not
-    move."""
-    # NaN is a completion without a score, and stays NaN.
+    """Return each reward less the (lower) median of its group.
+
+    One very good completion does not move the median.
+    """
+    # NaN stands for a completion without a score, and stays NaN.
     medians_P1 = rewards_PG.nanmedian(dim=1, keepdim=True).values
     return rewards_PG - medians_P1

@@ -1,7 +1,7 @@
 """Train with your own reward on your own data: python examples/own_reward.py
 
-Seconds on a CPU, once the tiny model is built (a minute, at the first use). A model of yours is
-`model={"name_or_path": FOLDER}`.
+This takes seconds on a CPU. The first use builds the tiny model, which takes a minute. To train a
+model of yours, set `model={"name_or_path": FOLDER}`.
 """
 
 import random
@@ -21,9 +21,9 @@ for _ in range(NUM_ROWS):
 
 
 def right_and_short(completions, answer, **columns):
-    """1 for the right answer in its tag, less 0.005 for each character.
+    """Score 1 for the right answer in its tag, less 0.005 for each character of the completion.
 
-    Returns one number for each completion, or None where there is no score.
+    Returns one number for each completion. A reward may return None for a completion without score.
     """
     rewards = []
     for text, right in zip(completions, answer, strict=True):
@@ -38,7 +38,7 @@ result = train(
         "rollout": {"prompts_per_step": 8, "num_generations": 8, "max_completion_length": 64},
         "algorithm": {"beta": 0.0},
         "optim": {"learning_rate": 2e-4, "max_steps": 12},
-        # An evaluation counts a completion as right if its reward is above this.
+        # An evaluation counts a completion as right if its reward is above this number.
         "eval": {"correct_above": 0.0},
         "runtime": {"precision": "fp32"},
     },
@@ -46,14 +46,14 @@ result = train(
     dataset=rows[:-NUM_EVAL_ROWS],
     eval_dataset=rows[-NUM_EVAL_ROWS:],
     output_dir="runs/own_reward",
-    # Start anew each time. Without this, the same call continues a run that was stopped.
+    # Start anew each time. With the default, the same call continues a run that was stopped.
     checkpoint={"resume": "never"},
 )
 
 print(result)
 lengths = []
 for line in result.metrics:
-    # A line of an evaluation alone has no reward.
+    # A line with the metrics of an evaluation alone has no reward.
     if "reward" in line:
         lengths.append(round(line["completions/mean_length"]))
 print("mean length by step:", lengths)

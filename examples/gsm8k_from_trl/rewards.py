@@ -1,27 +1,27 @@
-"""The rewards of trl_script.py, unchanged, for gsm8k.yaml."""
+"""The reward functions of trl_script.py, unchanged. gsm8k.yaml names them."""
 
 import re
 
 
 def response(completion):
-    """The text of a completion, which is a list of one message."""
+    """Return the text of a completion, which is a list of one message."""
     return completion[0]["content"]
 
 
 def extract_answer(text):
-    """The text in the last <answer>."""
+    """Return the text in the last <answer>."""
     _, _, after_tag = text.rpartition("<answer>")
     answer, _, _ = after_tag.partition("</answer>")
     return answer.strip()
 
 
 def plain_number(text):
-    """A number as the model is expected to write it: 1234 for $1,234."""
+    """Return a number as the model is expected to write it: 1234 for $1,234."""
     return text.replace(",", "").replace("$", "")
 
 
 def correctness_reward_func(prompts, completions, answer, **kwargs):
-    """2 for the right answer."""
+    """Score 2 for the right answer, else 0."""
     rewards = []
     for completion, right in zip(completions, answer, strict=True):
         is_right = extract_answer(response(completion)) == plain_number(right)
@@ -30,7 +30,7 @@ def correctness_reward_func(prompts, completions, answer, **kwargs):
 
 
 def int_reward_func(completions, **kwargs):
-    """0.5 for an answer of digits only."""
+    """Score 0.5 for an answer of digits only, else 0."""
     rewards = []
     for completion in completions:
         answer = extract_answer(response(completion))
@@ -39,7 +39,7 @@ def int_reward_func(completions, **kwargs):
 
 
 def strict_format_reward_func(completions, **kwargs):
-    """0.5 for the form of the system prompt with each tag on its own line."""
+    """Score 0.5 for the form of the system prompt with each tag on its own line, else 0."""
     pattern = r"<reasoning>\n.*?\n</reasoning>\n<answer>\n.*?\n</answer>\n?"
     rewards = []
     for completion in completions:
@@ -49,7 +49,7 @@ def strict_format_reward_func(completions, **kwargs):
 
 
 def soft_format_reward_func(completions, **kwargs):
-    """0.5 if the response begins with both pairs of tags, however they are spaced."""
+    """Score 0.5 if the response begins with both pairs of tags, in any spacing, else 0."""
     pattern = r"<reasoning>.*?</reasoning>\s*<answer>.*?</answer>"
     rewards = []
     for completion in completions:
@@ -59,7 +59,7 @@ def soft_format_reward_func(completions, **kwargs):
 
 
 def xmlcount_reward_func(completions, **kwargs):
-    """0.125 for each tag that occurs once, less 0.001 for each character after the last one."""
+    """Score 0.125 for each tag that occurs once, less 0.001 for each character after </answer>."""
     tags = ("<reasoning>", "</reasoning>", "<answer>", "</answer>")
     rewards = []
     for completion in completions:

@@ -1,6 +1,6 @@
-"""GSM8K with TRL 1.16.0, after the "GRPO demo" of Will Brown (2025), written anew.
+"""Train on GSM8K with TRL 1.16.0. The script follows the "GRPO demo" of Will Brown (2025).
 
-docs/from_trl.md ports it.
+docs/from_trl.md ports the script to this project.
 """
 
 import re
@@ -19,7 +19,7 @@ the number
 
 
 def load_gsm8k(path, **options):
-    """Rows with a conversation as ``prompt``, and the number after #### as ``answer``."""
+    """Return rows with a conversation as ``prompt``, and the number after #### as ``answer``."""
 
     def convert(row):
         messages = [
@@ -33,24 +33,24 @@ def load_gsm8k(path, **options):
 
 
 def response(completion):
-    """The text of a completion, which is a list of one message."""
+    """Return the text of a completion, which is a list of one message."""
     return completion[0]["content"]
 
 
 def extract_answer(text):
-    """The text in the last <answer>."""
+    """Return the text in the last <answer>."""
     _, _, after_tag = text.rpartition("<answer>")
     answer, _, _ = after_tag.partition("</answer>")
     return answer.strip()
 
 
 def plain_number(text):
-    """A number as the model is expected to write it: 1234 for $1,234."""
+    """Return a number as the model is expected to write it: 1234 for $1,234."""
     return text.replace(",", "").replace("$", "")
 
 
 def correctness_reward_func(prompts, completions, answer, **kwargs):
-    """2 for the right answer."""
+    """Score 2 for the right answer, else 0."""
     rewards = []
     for completion, right in zip(completions, answer, strict=True):
         is_right = extract_answer(response(completion)) == plain_number(right)
@@ -59,7 +59,7 @@ def correctness_reward_func(prompts, completions, answer, **kwargs):
 
 
 def int_reward_func(completions, **kwargs):
-    """0.5 for an answer of digits only."""
+    """Score 0.5 for an answer of digits only, else 0."""
     rewards = []
     for completion in completions:
         answer = extract_answer(response(completion))
@@ -68,7 +68,7 @@ def int_reward_func(completions, **kwargs):
 
 
 def strict_format_reward_func(completions, **kwargs):
-    """0.5 for the form of the system prompt with each tag on its own line."""
+    """Score 0.5 for the form of the system prompt with each tag on its own line, else 0."""
     pattern = r"<reasoning>\n.*?\n</reasoning>\n<answer>\n.*?\n</answer>\n?"
     rewards = []
     for completion in completions:
@@ -78,7 +78,7 @@ def strict_format_reward_func(completions, **kwargs):
 
 
 def soft_format_reward_func(completions, **kwargs):
-    """0.5 if the response begins with both pairs of tags, however they are spaced."""
+    """Score 0.5 if the response begins with both pairs of tags, in any spacing, else 0."""
     pattern = r"<reasoning>.*?</reasoning>\s*<answer>.*?</answer>"
     rewards = []
     for completion in completions:
@@ -88,7 +88,7 @@ def soft_format_reward_func(completions, **kwargs):
 
 
 def xmlcount_reward_func(completions, **kwargs):
-    """0.125 for each tag that occurs once, less 0.001 for each character after the last one."""
+    """Score 0.125 for each tag that occurs once, less 0.001 for each character after </answer>."""
     tags = ("<reasoning>", "</reasoning>", "<answer>", "</answer>")
     rewards = []
     for completion in completions:
@@ -112,14 +112,14 @@ def main(model="Qwen/Qwen2.5-1.5B-Instruct", dataset=None, **changes):
         max_grad_norm=0.1,
         logging_steps=1,
         bf16=True,
-        # Completions, not prompts: 16 x 4 are 4 prompts of 16 completions in each update.
+        # TRL counts completions, not prompts: 16 x 4 are 4 prompts of 16 completions per update.
         per_device_train_batch_size=16,
         gradient_accumulation_steps=4,
         num_generations=16,
         max_completion_length=786,
         num_train_epochs=1,
         save_steps=100,
-        # The defaults of the time of the demo; TRL's defaults have changed since.
+        # These were TRL's defaults at the time of the demo, and have changed since.
         beta=0.04,
         loss_type="grpo",
         use_bias_correction_kl=False,

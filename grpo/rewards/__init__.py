@@ -1,10 +1,11 @@
-"""Reward functions: the built-in ones and the user's. Most of them run in worker processes.
+"""Reward functions, built in or written by the user. Most of them run in worker processes.
 
-``runner.py`` scores a batch by requests to workers, ``calls.py`` answers them there, and
-``functions.py`` finds the functions. ``builtin.py``, ``answers.py`` and ``code.py`` are the
-built-in rewards. ``scores.py`` turns the trainer's groups into a batch. See ``docs/rewards.md``.
+``runner.py`` scores a batch: it sends requests to worker processes. ``calls.py`` answers the
+requests in a worker process. ``functions.py`` loads a function by its name. ``builtin.py``,
+``answers.py`` and ``code.py`` are the built-in rewards. ``scores.py`` turns the trainer's groups
+into a batch. ``docs/rewards.md`` is the page for users.
 
-The worker processes import this package too, so it imports no torch.
+The worker processes import this package too, so importing the package does not import torch.
 """
 
 from grpo.rewards.answers import completion_text

@@ -1,7 +1,7 @@
 """Extract the answer from a response, and compare two answers.
 
-A policy can produce any text, also one that makes a regular expression backtrack. So every function
-takes linear time, except those that call math-verify and those with a pattern of the user.
+A policy can write any text, even one on which a regular expression backtracks for hours. So every
+function takes linear time, except functions that call math-verify or match a user's pattern.
 """
 
 import re
@@ -10,21 +10,30 @@ from fractions import Fraction
 from numbers import Number
 
 MAX_NUMBER_LENGTH = 400
-"""Characters of the longest text read as a number: Python reads digits in quadratic time."""
+"""Largest number of characters in a text that is read as a number.
+
+Python reads digits in quadratic time, so longer texts would take too long.
+"""
 MAX_SYMBOLIC_LENGTH = 1000
-"""Characters of the longest answer that math-verify compares: longer ones take too long."""
+"""Largest number of characters in an answer that :func:`answers_equivalent` gives to math-verify.
+
+Longer answers would take too long.
+"""
 ANSWER_MODES = ("strict", "lenient", "boxed", "####")
-"""Names of the places where :func:`extract_answer` looks for an answer."""
+"""Values of the argument ``mode`` of :func:`extract_answer`."""
 _TEXT_WITHOUT_TAGS = r"(?:(?!</?(?:think|answer)>).)*+"
 DEFAULT_FORMAT = (
     rf"\s*<think>{_TEXT_WITHOUT_TAGS}</think>\s*<answer>{_TEXT_WITHOUT_TAGS}</answer>\s*"
 )
-"""Matches a whole response in which each of the four tags occurs exactly once."""
+"""Pattern of a whole response: thinking in ``<think>`` tags, then an answer in ``<answer>`` tags.
+
+Each of the four tags occurs exactly once.
+"""
 MINUS_SIGNS = str.maketrans("\u2212\u2012\u2013\ufe63\uff0d", "-----")
-"""For ``str.translate``: the Unicode characters that are read as a minus sign."""
+"""Table for ``str.translate`` that turns Unicode minus signs and dashes into ``-``."""
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
-_BRACE = re.compile(r"(?s)\\.|[{}]")  # a backslash takes the next character with it: \{ is no brace
+_BRACE = re.compile(r"(?s)\\.|[{}]")  # an escaped brace, such as \{, is no brace
 
 _NUMBER_DECORATION = re.compile(
     r"""(?x)
@@ -37,8 +46,8 @@ _NUMBER_DECORATION = re.compile(
     """
 )
 
-# Possessive quantifiers (\s*+) do not backtrack. With several \s* in a row, the time would grow
-# with a power of the length of a run of spaces.
+# Possessive quantifiers (\s*+) do not backtrack. With several plain \s* in a row, the time would
+# grow as a power of the number of spaces.
 _NUMBER = re.compile(
     r"""(?x)
     (?:=\s*+)?                                         # "= 5"
@@ -63,13 +72,13 @@ _NUMBER_IN_TEXT = re.compile(
 
 
 def reference_texts(answer: object) -> list[str]:
-    """Return the texts of a row's reference answer, each of which is right.
+    """Return the right answers of a row as a list of texts.
 
-    Text or a number gives one text, a list gives those of its items. None, NaN and empty text give
-    none.
+    Text or a number gives one text. A list gives one text per item. None, NaN and empty text are
+    left out.
 
     Raises:
-        ValueError: for a mapping, bytes, a list in a list: no answer would be equal to their text.
+        ValueError: for anything else, such as a mapping, bytes, or a list in a list.
     """
     items = answer if isinstance(answer, list | tuple) else [answer]
     texts = []
@@ -90,7 +99,10 @@ def reference_texts(answer: object) -> list[str]:
 
 
 def equals_reference(answer: str | None, reference: object) -> bool:
-    """True if an answer equals one of :func:`reference_texts`; False where these cannot be read."""
+    """True if ``answer`` equals one of the texts of ``reference`` (:func:`reference_texts`).
+
+    False if the reference has another form, for which ``reference_texts`` raises.
+    """
     if answer is None:
         return False
     try:
@@ -100,10 +112,11 @@ def equals_reference(answer: str | None, reference: object) -> bool:
 
 
 def completion_text(completion: str | list[dict]) -> str:
-    """Return the text of a completion: a string, or messages of the model joined by newlines.
+    """Return the text of a completion, which is a string or a list of messages.
 
-    The messages of the model have the role ``assistant`` or none: results of tools and observations
-    are left out. Content in parts (``[{"type": "text", "text": ...}]``) is concatenated.
+    The model's messages are joined by newlines. Their role is ``assistant`` or missing. Results of
+    tools and observations have other roles, and are left out. Content in parts
+    (``[{"type": "text", "text": ...}]``) is concatenated.
     """
     if isinstance(completion, str):
         return completion
@@ -122,7 +135,7 @@ def completion_text(completion: str | list[dict]) -> str:
 def after_thinking(text: str) -> str:
     """Return the text after the last ``</think>``, up to a ``<think>`` that is not closed.
 
-    Without these tags, that is all of the text.
+    Return all of the text if it has neither tag.
     """
     return text.rpartition("</think>")[2].partition("<think>")[0]
 
@@ -130,12 +143,12 @@ def after_thinking(text: str) -> str:
 def tag_content(text: str, tag: str) -> str | None:
     """Return the text between ``<tag>`` and ``</tag>``, unchanged.
 
-    ``None`` unless each of the two occurs exactly once, and outside the thinking.
+    Return ``None`` unless each of the two tags occurs exactly once, and outside the thinking.
     """
     opening = f"<{tag}>"
     closing = f"</{tag}>"
-    # The tag lies inside the thinking if the next tag of thinking after it is </think>. The prompt
-    # may have opened the thinking, so a <think> before the tag says nothing.
+    # The tag lies inside the thinking if the next thinking tag after it is </think>. No <think>
+    # before the tag is needed, since the prompt may have opened the thinking.
     _, _, after = text.partition(closing)
     thought, end_of_thinking, _ = after.partition("</think>")
     is_thought = end_of_thinking and "<think>" not in thought
@@ -145,7 +158,7 @@ def tag_content(text: str, tag: str) -> str | None:
 
 
 def last_tag_content(text: str, tag: str) -> str | None:
-    """Return the text inside the last ``<tag>...</tag>``, unchanged; ``None`` without one."""
+    """Return the text inside the last ``<tag>...</tag>``, or ``None`` without the tag."""
     before = text.rpartition(f"</{tag}>")[0]
     _, opening, content = before.rpartition(f"<{tag}>")
     return content if opening else None
@@ -154,7 +167,7 @@ def last_tag_content(text: str, tag: str) -> str | None:
 def boxed_content(text: str) -> str | None:
     """Return the text inside the last ``\\boxed{...}`` or ``\\fbox{...}``.
 
-    ``None`` if there is no box, or the last one is not closed.
+    Return ``None`` if there is no box, or if the last box is not closed.
     """
     *before, content = _BOX.split(text)
     if not before:
@@ -174,17 +187,19 @@ def boxed_content(text: str) -> str | None:
 def extract_answer(text: str, mode: str = "strict", tag: str = "answer") -> str | None:
     """Return the answer in a response, without surrounding white space.
 
-    ``None`` if there is no answer or it is empty. Each mode reads another place:
+    Return ``None`` if the response has no answer, or an empty answer. ``mode`` says which text is
+    the answer:
 
-    - ``"strict"``: the text inside ``<tag>...</tag>``, if there is exactly one such tag, outside
-      ``<think>...</think>``
-    - ``"lenient"``: the last number anywhere in the text
-    - ``"boxed"``: the text inside the last ``\\boxed{...}`` or ``\\fbox{...}`` after the thinking
-    - ``"####"``: the rest of the line after the last ``####`` after the thinking, as in the answers
-      of GSM8K
+    - ``"strict"``: the text inside ``<tag>...</tag>``. The tag must occur exactly once, and outside
+      ``<think>...</think>``.
+    - ``"lenient"``: the last number anywhere in the response.
+    - ``"boxed"``: the text inside the last ``\\boxed{...}`` or ``\\fbox{...}``. The thinking is
+      skipped.
+    - ``"####"``: the rest of the line after the last ``####``. The thinking is skipped. GSM8K marks
+      its answers in this way.
 
     Raises:
-        ValueError: for any other mode.
+        ValueError: if ``mode`` is none of these four.
     """
     if mode == "strict":
         content = tag_content(text, tag)
@@ -203,14 +218,14 @@ def extract_answer(text: str, mode: str = "strict", tag: str = "answer") -> str 
 
 
 def has_format(text: str, pattern: str = DEFAULT_FORMAT) -> bool:
-    """True if the whole of ``text`` matches ``pattern`` (DOTALL)."""
+    """True if ``pattern`` matches the whole of ``text``. A dot also matches a newline."""
     return re.fullmatch(pattern, text, re.DOTALL) is not None
 
 
 def plain_numbers(text: str) -> str:
     """Return ``text`` with ASCII minus signs, and without ``\\$``, ``€`` and ``£``.
 
-    LaTeX between the digits of thousands is left out, too: ``-\\$1{,}000`` becomes ``-1000``.
+    LaTeX that separates thousands is removed, too: ``-\\$1{,}000`` becomes ``-1000``.
     """
     return _NUMBER_DECORATION.sub("", text.translate(MINUS_SIGNS))
 
@@ -218,9 +233,10 @@ def plain_numbers(text: str) -> str:
 def parse_number(text: str) -> Fraction | None:
     """Return ``text`` as an exact number, or ``None`` if it is anything but a single number.
 
-    Accepts ``1,000``, signs (also a Unicode minus), decimals, exponents up to 999, ``a/b``, a
-    currency sign, a percent sign (ignored: ``50%`` is 50), a leading ``=``, a trailing period, and
-    these in LaTeX (``\\$1{,}000``, ``1\\,000``, ``50\\%``).
+    A number may have thousands separators (``1,000``), a sign (also a Unicode minus), decimals, an
+    exponent up to 999, a denominator (``a/b``), a currency sign, a leading ``=`` and a trailing
+    period. A percent sign is ignored: ``50%`` is 50. LaTeX is read, too: ``\\$1{,}000``,
+    ``1\\,000``, ``50\\%``.
     """
     text = text.strip()
     if len(text) > MAX_NUMBER_LENGTH:
@@ -241,9 +257,9 @@ def parse_number(text: str) -> Fraction | None:
 
 
 def comparable_form(answer: object) -> Fraction | str:
-    """Return an answer as a number, or else as text.
+    """Return an answer as a number if it is one, else as text for comparisons.
 
-    The text is case folded, with white space collapsed and one trailing period removed.
+    The text is case folded. Its white space is collapsed, and one trailing period is removed.
     """
     text = str(answer)
     number = parse_number(text)
@@ -258,7 +274,10 @@ def answers_equal(a: object, b: object) -> bool:
 
 
 def answers_equivalent(answer: str, reference: str) -> bool:
-    """True if :func:`answers_equal`, or if math-verify finds equal expressions in the answers."""
+    """True if two answers are equal (:func:`answers_equal`), or equal expressions for math-verify.
+
+    math-verify is not asked about an answer longer than ``MAX_SYMBOLIC_LENGTH``.
+    """
     if answers_equal(answer, reference):
         return True
     is_short = len(answer) <= MAX_SYMBOLIC_LENGTH
@@ -266,7 +285,10 @@ def answers_equivalent(answer: str, reference: str) -> bool:
 
 
 def parse_answer(text: str) -> list:
-    """Return the expressions that math-verify reads in an answer, which may be LaTeX."""
+    """Return the expressions that math-verify reads in an answer.
+
+    The answer may be LaTeX, with or without delimiters.
+    """
     text = plain_numbers(text).strip()
     # math-verify reads LaTeX only between delimiters, which answers such as \frac{1}{2} lack.
     if not re.search(r"\$|\\(?:boxed|\(|\[)", text):
@@ -277,7 +299,7 @@ def parse_answer(text: str) -> list:
 
 
 def find_expression(text: str) -> list:
-    """Return the last expression of a text that math-verify reads; empty if there is none.
+    """Return math-verify's reading of the last expression in a text, or an empty list.
 
     An expression is a number, or LaTeX between delimiters.
     """
@@ -287,13 +309,13 @@ def find_expression(text: str) -> list:
 
 
 def same_expression(expected: list, answer: list) -> bool:
-    """True if math-verify takes two results of :func:`parse_answer` for equal."""
+    """True if math-verify judges two results of :func:`parse_answer` to be equal."""
     import math_verify
 
     return bool(math_verify.verify(expected, answer, timeout_seconds=_math_verify_timeout()))
 
 
 def _math_verify_timeout() -> int | None:
-    # Seconds per expression. The limit uses SIGALRM, which works only in a main thread. Worker
-    # processes call rewards in theirs; elsewhere there is no limit.
+    # Seconds per expression. math-verify's limit uses SIGALRM, which works only in a main thread. A
+    # worker process calls rewards in its main thread. In other threads there is no limit.
     return 3 if threading.current_thread() is threading.main_thread() else None

@@ -1,11 +1,12 @@
-"""The built-in rewards, except ``python_tests``, which runs code of the completion.
+"""The built-in rewards, except ``python_tests``, which runs the code in a completion.
 
-``fn(prompts, completions, *, <settings>, **columns)`` returns one number or ``None`` per
-completion. Prompts and completions are texts or lists of messages. Where a docstring names a
-source, the defaults are those published there.
+A reward ``fn(prompts, completions, *, <settings>, **columns)`` returns one number or ``None`` per
+completion. Prompts and completions are texts or lists of messages. ``columns`` are the columns of
+the dataset: one value per completion. If a docstring names a source, the defaults come from it.
 
-Each function checks its settings before any row, so a call without rows checks a configuration. The
-type of a default, or else the annotation, is the type that ``functions.check_arguments`` accepts.
+Each function checks its settings before it reads any row, so a call without rows checks a
+configuration. ``functions.check_arguments`` checks the types of settings: a setting has the type of
+its default, or else the annotated type.
 """
 
 import ast
@@ -18,15 +19,18 @@ from grpo.rewards import answers
 from grpo.system import import_extra
 
 Rewards = list[float | None]
-"""One reward per completion. ``None`` marks a row that cannot be scored."""
+"""One reward per completion. ``None`` marks a completion that cannot be scored."""
 ANSWER_REWARDS = ("accuracy", "pattern_answer", "exact_or_stripped", "math_verify", "r1_zero")
-"""The built-in rewards that compare an answer with the reference answer in the column ``column``.
+"""Names of the built-in rewards that compare an answer with a reference answer.
+
+Their setting ``column`` names the column of the reference answers.
 """
 TAGS_PATTERN = r"(<think>)|(</think>)|(<answer>)|(</answer>)(\s*\Z)?"
-"""Five groups: one for each tag, and one that matches if nothing follows the last tag."""
+"""Pattern with five groups: one for each tag, and one for a last tag that ends the response."""
 MAX_EXPRESSION_LENGTH = 500
-"""Characters of an arithmetic expression. There is no power operator, so this bounds the size of
-every value too.
+"""Largest number of characters in an expression of :func:`evaluate_expression`.
+
+Since the expression has no power operator, the limit also bounds the size of every value.
 """
 _OPERATOR_VARIANTS = str.maketrans("×·÷[]", "**/()") | answers.MINUS_SIGNS
 ARITHMETIC = {
@@ -37,14 +41,19 @@ ARITHMETIC = {
     ast.UAdd: operator.pos,
     ast.USub: operator.neg,
 }
-"""Operators for :func:`evaluate`. The quotient of two integers is a float."""
+"""Class of an operator in ``ast`` -> its function, for :func:`evaluate`.
+
+The quotient of two integers is a float.
+"""
 
 
 def score_rows(score, completions, columns, *names) -> Rewards:
-    """Return ``score(text, *values)`` for each completion: its text, and values of its row.
+    """Return ``score(text, *values)`` for each completion.
+
+    ``text`` is the text of the completion. ``values`` are the entries of its row in some columns.
 
     Args:
-        names: the columns of these values.
+        names: names of the columns, in the order of the values.
     """
     # The call without rows, which checks a configuration, has no columns either.
     values = [columns[name] if completions else [] for name in names]
@@ -61,15 +70,17 @@ def grade_answers(
     value=1.0,
     otherwise=0.0,
 ) -> Rewards:
-    """Return the best score of each completion's answer over the reference answers of its row.
+    """Compare each completion's answer with the reference answers of its row. Return the scores.
 
-    0 without an answer; ``None`` without a reference answer, or if every grade is ``None``.
+    The best score over the reference answers counts. A completion without an answer scores 0. The
+    score is ``None`` if the row has no reference answer, or if every grade is ``None``.
 
     Args:
         read: text of a completion -> its answer, or None.
-        grade: answer, reference answer -> a factor of ``value``; True counts as 1, False or 0 means
-            ``otherwise``, and None that the reference cannot be compared.
-        column: column of the reference answers.
+        grade: answer, reference answer -> a factor that multiplies ``value``. True counts as 1.
+            False or 0 gives the score ``otherwise``. None says that the reference answer cannot be
+            compared.
+        column: name of the column of the reference answers.
     """
 
     def score(text, reference_answer):
@@ -100,7 +111,10 @@ def accuracy(
     column="answer",
     **columns,
 ) -> Rewards:
-    """``value`` where :func:`answers.extract_answer` gives the reference answer, else 0."""
+    """Score ``value`` if the answer equals the reference answer, else 0.
+
+    :func:`answers.extract_answer` finds the answer, by ``mode`` and ``tag``.
+    """
     read = partial(answers.extract_answer, mode=mode, tag=tag)
     read("")  # an unknown mode is an error also in a call without rows
     return grade_answers(read, answers.answers_equal, completions, columns, column, value)
@@ -114,7 +128,7 @@ def format(
     value=1.0,
     **columns,
 ) -> Rewards:
-    """``value`` where the whole response matches ``pattern``, else 0.
+    """Score ``value`` if the whole response matches ``pattern``, else 0.
 
     Default of ``pattern``: :data:`answers.DEFAULT_FORMAT`.
     """
@@ -137,11 +151,10 @@ def tag_groups(
     max_value=0.5,
     **columns,
 ) -> Rewards:
-    """``per_group`` for each group of ``pattern`` that matches anywhere in the response, at most
-    ``max_value``.
+    """Score ``per_group`` for each group of ``pattern`` that matches anywhere in the response.
 
-    A repeated match earns nothing. Source of the values (0.1 and 0.5): "The One Big Beautiful Blog
-    on GRPO".
+    A group that matches several times counts once. The total score is at most ``max_value``. Source
+    of the defaults 0.1 and 0.5: "The One Big Beautiful Blog on GRPO".
     """
     compiled = re.compile(pattern, re.DOTALL)
     if not compiled.groups:
@@ -168,8 +181,9 @@ def pattern_answer(
     column="answer",
     **columns,
 ) -> Rewards:
-    """``value`` where the whole response matches ``pattern`` and its named group has the reference
-    answer, else 0.
+    """Score ``value`` if the response has the reference answer in a group of ``pattern``, else 0.
+
+    The whole response must match the pattern. ``group`` is the name of the group.
     """
     read = _group_reader(pattern, group)
 
@@ -191,12 +205,12 @@ def exact_or_stripped(
     column="answer",
     **columns,
 ) -> Rewards:
-    """``exact`` where the text in the tag is the reference answer to the character, ``stripped``
-    where white space around it differs.
+    """Score ``exact`` if the answer equals the reference answer exactly.
 
-    With ``pattern``, which the whole response must match, the text is that of its group
-    ``(?P<answer>...)``, and no tag is read. Source of the values: "The Illustrated GRPO" and its
-    Gemma 3 recipe (3.0 and 1.5, tag ``SOLUTION``).
+    Score ``stripped`` if the two differ only in the white space around them, else 0. The answer is
+    the text in the tag. If ``pattern`` is set, no tag is read: the whole response must match the
+    pattern, and the answer is the text of the group ``(?P<answer>...)``. Source of the defaults 3.0
+    and 1.5: "The Illustrated GRPO" and its Gemma 3 recipe, which has the tag ``SOLUTION``.
     """
     read = partial(answers.tag_content, tag=tag)
     if pattern is not None:
@@ -211,9 +225,9 @@ def exact_or_stripped(
 
 
 def _group_reader(pattern: str, group: str):
-    """Return a function that reads a named group of a text that matches the pattern as a whole.
+    """Return a function that matches a whole text with ``pattern``, and returns a named group.
 
-    The function returns ``None`` if the text does not match, or the group takes no part in it.
+    The function returns ``None`` if the text does not match, or if the group is not in the match.
     """
     compiled = re.compile(pattern, re.DOTALL)
     if group not in compiled.groupindex:
@@ -238,10 +252,10 @@ def soft_overlong(
     cache_length: int,
     **columns,
 ) -> Rewards:
-    """Soft overlong punishment of DAPO (arXiv 2503.14476, equation 13, with 20480 and 4096 tokens).
+    """Soft overlong punishment of DAPO (arXiv 2503.14476, equation 13).
 
-    0 for up to ``max_length - cache_length`` tokens, then a linear decrease to -1 at
-    ``max_length``, and -1 beyond.
+    The score is 0 up to ``max_length - cache_length`` tokens. It then falls linearly to -1 at
+    ``max_length`` tokens, and stays -1 beyond. DAPO sets 20480 and 4096 tokens.
     """
     if not 0 < cache_length <= max_length:
         raise ValueError(
@@ -264,11 +278,11 @@ def math_verify(
     column="answer",
     **columns,
 ) -> Rewards:
-    """``value`` where math-verify takes the answer for equal to the reference answer, else 0.
+    """Score ``value`` if math-verify judges the answer equal to the reference answer, else 0.
 
-    The answer is the text inside the last ``<answer>...</answer>`` after the thinking or, without
-    such a tag, the last expression there. With ``tag`` it is the text inside the last such tag.
-    ``None`` also where the reference answer cannot be parsed.
+    The thinking is not read. The answer is the text inside the last ``<tag>...</tag>``. By default,
+    it is the text inside the last ``<answer>...</answer>`` or, without this tag, the last
+    expression. The score is ``None`` if no reference answer can be parsed.
     """
     import_extra("math_verify", "math", "reward 'math_verify'")
 
@@ -295,11 +309,11 @@ def r1_zero(
     column="answer",
     **columns,
 ) -> Rewards:
-    """Reward of "Understanding R1-Zero-Like Training" (arXiv 2503.20783), for prompts that end with
-    ``<think>``.
+    """Reward of "Understanding R1-Zero-Like Training" (arXiv 2503.20783).
 
-    ``value`` for format and answer, ``format_value`` for the format alone, else 0. The format is
-    ``</think> <answer>`` and ``</answer>`` in the response. Answers are compared by
+    The prompts end with ``<think>``. A response has the right format if it contains
+    ``</think> <answer>`` and ``</answer>``. In this format a right answer scores ``value``, and a
+    wrong answer ``format_value``. Any other response scores 0. Answers are compared by
     :func:`answers.answers_equivalent`.
     """
     import_extra("math_verify", "math", "reward 'r1_zero'")
@@ -321,7 +335,7 @@ def r1_zero(
 
 
 # The runner calls these functions row by row, so that one slow expression does not use up the time
-# limit of its batch.
+# limit of a whole batch.
 math_verify.row_by_row = True
 r1_zero.row_by_row = True
 
@@ -336,10 +350,11 @@ def reasoning_gym(
     metadata_column="metadata",
     **columns,
 ) -> Rewards:
-    """``value`` times the score, 0 to 1, that reasoning-gym gives the text in the tag.
+    """Score ``value`` times the score, 0 to 1, that reasoning-gym gives to the text in the tag.
 
-    0 without a well-formed tag, and where the task's scorer raises. The row's metadata names the
-    task. Many scorers give a wrong answer 0.01, some give partial scores.
+    The row's metadata names a task of reasoning-gym, and the scorer of the task reads the text. The
+    score is 0 without a well-formed tag, or if the scorer raises. It is ``None`` without metadata.
+    Many scorers give 0.01 to a wrong answer, and some give partial scores.
     """
     library = import_extra("reasoning_gym", "gym", "reward 'reasoning_gym'")
 
@@ -357,7 +372,7 @@ def reasoning_gym(
         task = library.create_dataset(metadata["source_dataset"], **arguments)
         try:
             return value * task.score_answer(answer, entry)
-        except Exception:  # of a scorer that cannot read the text
+        except Exception:  # the scorer cannot read the text
             return 0.0
 
     columns["prompts"] = prompts
@@ -375,21 +390,22 @@ def countdown(
     target_column="target",
     **columns,
 ) -> Rewards:
-    """``value`` where the expression in the tag uses each number of the row once and equals the
+    """Score ``value`` if the expression in the tag uses each number of the row once and equals the
     row's target.
 
-    ``format_value`` (TinyZero: 0.1) where the tag contains anything else, 0 without a tag. The
-    expression may be the left side of a true equation, such as ``(3 + 5) * 3 = 24``.
+    Any other text in the tag scores ``format_value``, which is 0.1 in TinyZero. A response without
+    the tag scores 0. The expression may be the left side of a true equation, such as
+    ``(3 + 5) * 3 = 24``.
 
     Raises:
-        ValueError: if the row has other values than numbers.
+        ValueError: if the numbers or the target of a row cannot be read as numbers.
     """
 
     def score(text, numbers, target):
         if numbers is None or target is None:
             return None
-        # Read before the answer, so that a broken row is an error from the first step on, and not
-        # only when the policy has learned the format.
+        # The numbers are read before the answer, so that a broken row is an error from the first
+        # step on, and not only when the policy has learned the format.
         texts = [str(number).replace(",", "") for number in [*numbers, target]]
         *available, goal = map(Fraction, texts)
         answer = answers.extract_answer(text, tag=tag)
@@ -409,40 +425,41 @@ def countdown(
 
 
 def evaluate_expression(text: str) -> tuple[Fraction, list[int]]:
-    """Return the exact value of an expression, and its integers in order.
+    """Return the exact value of an expression, and the integers in it, in order.
 
     Raises:
-        ValueError: if ``text`` has anything but integers, ``+ - * /``, signs and parentheses,
-            divides by zero, exceeds ``MAX_EXPRESSION_LENGTH`` or opens 51 parentheses.
+        ValueError: if ``text`` contains anything but integers, ``+ - * /``, signs and parentheses,
+            if it has no value, is longer than ``MAX_EXPRESSION_LENGTH``, or has more than 50
+            opening parentheses.
     """
     expression = " ".join(text.translate(_OPERATOR_VARIANTS).split())
-    # Checked first: the text of a model may be nested too deep for Python's parser.
+    # The text is checked before it is parsed: it may be nested too deep for Python's parser.
     is_too_long = len(text) > MAX_EXPRESSION_LENGTH
     if is_too_long or re.search(r"[^-+*/() 0-9]|(?:\([^(]*){51}", expression):
         raise ValueError("not an expression of integers, + - * / and parentheses, or too long")
-    # Python refuses 007.
+    # Leading zeros are removed, since Python refuses 007.
     expression = re.sub(r"(?<![0-9])0+(?=[0-9])", "", expression)
     try:
         # The quotient of two integers or fractions is a fraction.
         value = evaluate(expression, ARITHMETIC | {ast.Div: Fraction})
-    except Exception as error:  # of any type: Python's parser has several
+    except Exception as error:  # Python's parser raises errors of several types
         raise ValueError(f"an expression without a value: {error}") from None
     integers = re.findall("[0-9]+", expression)
     return Fraction(value), list(map(int, integers))
 
 
 def evaluate(expression: str, operations: dict) -> Fraction | float | complex:
-    """Return the value of an expression of numbers and operators.
+    """Return the value of an expression that consists of numbers and operators.
 
     Args:
         operations: class of an operator in ``ast`` -> the function that computes it.
 
     Raises:
-        ValueError: for any other expression of Python.
+        ValueError: if the expression contains anything but numbers and these operators.
         Exception: any error of Python's parser or of an operation.
     """
 
-    # Never eval(): the text is the model's.
+    # eval() would run any code, and the text comes from the model.
     def value(node):
         if type(getattr(node, "value", None)) in (int, float):
             return node.value
@@ -456,6 +473,10 @@ def evaluate(expression: str, operations: dict) -> Fraction | float | complex:
 
 
 def environment(prompts, completions, environment_rewards=(), **columns) -> Rewards:
-    """The environment's reward: that of its ``get_reward()``, or the sum of its turns' rewards."""
-    # The rollout has asked for it, in the process where the environment lives.
+    """Return the rewards that the environments gave to the completions.
+
+    An environment's reward is the value of its ``get_reward()``, or the sum of the rewards of its
+    turns.
+    """
+    # The rollout has fetched the rewards from the processes where the environments live.
     return environment_rewards

@@ -1,6 +1,6 @@
-"""One reward function in its worker process: the arguments of a call, its values, what it logs.
+"""Call a reward function in its worker process: pass arguments, check values, keep what it logs.
 
-Imports no torch.
+This module imports no torch.
 """
 
 import math
@@ -20,31 +20,33 @@ from grpo.system import UserError
 from grpo.workers import convert_result
 
 MAX_REWARD = 3.4028234663852886e38
-"""The largest number in fp32, in which the trainer stores rewards."""
+"""Largest finite number in fp32. The trainer stores rewards in fp32."""
 
 
 class RewardContractError(UserError):
-    """A reward returned something else than one float or ``None`` per completion, or logged
-    something else than ``log_metric`` and ``log_extra`` take.
+    """Error of a reward function that breaks its contract.
+
+    A reward returns one float or ``None`` per completion, and logs only values that ``log_metric``
+    and ``log_extra`` accept.
     """
 
 
 @dataclass(frozen=True)
 class TrainerState:
-    """Position of the run, under the names of ``transformers.TrainerState``.
+    """Progress of the training run, in fields named as in ``transformers.TrainerState``.
 
     Outside training all fields are 0.
     """
 
     global_step: int = 0
-    """Steps that are complete: 0 in the first step."""
+    """Number of complete steps, which is 0 during the first step."""
     epoch: float = 0.0
     max_steps: int = 0
 
 
 OUTSIDE_TRAINING = TrainerState()
 ENVIRONMENT_KEY = "environment"
-"""Key of the environments in their worker processes (:class:`grpo.workers.Request`)."""
+"""Key under which a worker process keeps its environments (:class:`grpo.workers.Request`)."""
 
 
 class RewardLog:
@@ -53,12 +55,12 @@ class RewardLog:
     def __init__(self, num_rows: int):
         self.num_rows = num_rows
         self.metrics = []
-        """``(name, value)``. Each counts once per completion of the call."""
+        """List of ``(name, value)``. In means over calls, ``num_rows`` is the weight of a value."""
         self.extra = {}
-        """Column -> one value per completion."""
+        """Name of a column -> one value per completion."""
 
     def log_metric(self, name: str, value: Any) -> None:
-        """Report a number for this batch. NaN is left out."""
+        """Report a number about the completions of this call. NaN is ignored."""
         number = _as_float(value)
         if math.isinf(number):
             raise RewardContractError(
@@ -68,9 +70,9 @@ class RewardLog:
             self.metrics.append((str(name), number))
 
     def log_extra(self, column: str, values: Sequence) -> None:
-        """Report a column for the completions that the run keeps.
+        """Report one value per completion, as a column that the run saves with its completions.
 
-        Values other than numbers and ``None`` are kept as their text.
+        Values other than numbers and ``None`` are saved as text.
         """
         values = [_as_builtin_type(value) for value in _as_list(values)]
         if len(values) != self.num_rows:
@@ -86,9 +88,9 @@ def _as_list(values: Any) -> Any:
 
 
 def _as_builtin_type(value: Any) -> str | int | float | None:
-    """Return a number or None as it is, anything else as text.
+    """Return a number or None as it is, and anything else as text.
 
-    The trainer cannot import the classes of the reward's module.
+    The trainer could not unpickle an object whose class is defined in the reward's module.
     """
     if hasattr(value, "item"):  # numpy, torch
         value = value.item()
@@ -96,7 +98,7 @@ def _as_builtin_type(value: Any) -> str | int | float | None:
 
 
 def _as_float(value: Any) -> float:
-    """Return ``value`` as a float; infinity, which callers refuse, if it is no number."""
+    """Return ``value`` as a float, or infinity if it is no number. Callers refuse infinity."""
     # float() alone would read text, such as "1.0", which is a mistake of the reward.
     return float(value) if hasattr(value, "__float__") else math.inf
 
@@ -108,8 +110,11 @@ def call_reward(
     log: RewardLog,
     trainer_state: TrainerState = OUTSIDE_TRAINING,
 ) -> Any:
-    """Call a reward by keyword, as TRL does, with ``args`` and the inputs that it takes."""
-    # The last three replace columns of these names.
+    """Call a reward with ``args`` and the inputs that it takes, as keyword arguments.
+
+    TRL calls rewards in the same way.
+    """
+    # The last three entries replace columns of the same names.
     inputs = {
         **inputs,
         "trainer_state": trainer_state,
@@ -126,7 +131,8 @@ def check_values(values: Any, num_rows: int) -> list[float | None]:
     NaN becomes ``None``.
 
     Raises:
-        RewardContractError: if there is another number of values, or one is no finite number.
+        RewardContractError: if there are not ``num_rows`` values, or if a value is no number, or
+            larger than ``MAX_REWARD``.
     """
     values = _as_list(values)
     expected = f"expected a list of {num_rows} values, each a float or None, one per completion"
@@ -141,7 +147,7 @@ def check_values(values: Any, num_rows: int) -> list[float | None]:
     rewards = []
     for row, value in enumerate(values):
         number = math.nan if value is None else _as_float(value)
-        # The fp32 tensor of rewards would hold infinity, and the advantages of the group NaN.
+        # A larger number becomes infinity in fp32, and the advantages of its group become NaN.
         if abs(number) > MAX_REWARD:
             wrong = f"{value!r:.100} of type {type(value).__name__}"
             raise RewardContractError(f"returned {wrong} for completion {row}; {expected}")
@@ -153,8 +159,10 @@ class LoadedReward:
     """A reward function that a worker process has loaded, and the ``args`` of its configuration.
 
     Args:
-        objects: see :class:`grpo.workers.protocol.Factory`.
-        function: the function that the user passed as an object. Default: loaded by ``spec``.
+        objects: key -> object, for all objects of the worker process.
+        spec: the name of the function in the configuration.
+        function: the function that the user passed as an object. Default: the function that
+            ``spec`` names.
     """
 
     def __init__(
@@ -172,28 +180,34 @@ class LoadedReward:
         self._args = args
         self._info = FunctionInfo(function, args)
         self._info.source_files = source_files(spec, function)
-        # A built-in checks its arguments before any row, so a call without rows checks them. A run
-        # does not start with a pattern that is no regular expression, for example.
+        # A built-in reward checks its settings before it reads any row, so a call without rows
+        # checks them. A pattern that is no regular expression, for example, stops the run here.
         if self._info.is_builtin:
             no_rows = {"prompts": [], "completions": [], "completion_ids": []}
             call_reward(function, args, no_rows, RewardLog(0))
 
     def describe(self) -> FunctionInfo:
-        """Return the facts that the trainer needs (:meth:`grpo.workers.Pool.load`)."""
+        """Return the facts about the function that the trainer needs.
+
+        :meth:`grpo.workers.Pool.load` sends them.
+        """
         return self._info
 
     def score(self, pickled: bytes) -> Any:
-        """Return the values of some rows and the :class:`RewardLog` of the call.
+        """Call the function with some rows. Returns its values and the :class:`RewardLog`.
+
+        The result is an awaitable if the function is async.
 
         Args:
-            pickled: inputs and :class:`TrainerState`. Each call unpickles a copy, so that no
-                function can change the inputs of another.
+            pickled: the inputs and the :class:`TrainerState`, pickled. Each call unpickles a copy,
+                so that no function can change the inputs of another function.
         """
         inputs, trainer_state = pickle.loads(pickled)
-        # Counted before the call, which may empty the lists.
+        # The rows are counted before the call, since the function may empty the lists.
         num_rows = len(inputs["completions"])
         log = RewardLog(num_rows)
-        # Environments cannot be sent, so the trainer sends the rows of the rollout in their place.
+        # Environments cannot be pickled. The trainer sends the rows of the rollout to which they
+        # belong.
         if ENVIRONMENTS_ARGUMENT in inputs and ENVIRONMENTS_ARGUMENT in self._info.parameter_names:
             environments = [self._environment(row) for row in inputs[ENVIRONMENTS_ARGUMENT]]
             inputs[ENVIRONMENTS_ARGUMENT] = environments
@@ -204,5 +218,5 @@ class LoadedReward:
         try:
             return self._objects[ENVIRONMENT_KEY].slots[row]
         except KeyError:
-            # This process has taken the place of one that was killed.
+            # This process replaces a process that was killed, and its environments with it.
             raise RuntimeError("its environment was in a worker process that was killed") from None

@@ -15,15 +15,18 @@ from grpo.rewards.builtin import ANSWER_REWARDS, Rewards, score_rows
 from grpo.workers.sandbox import Limits, SandboxResult, run_python
 
 MAX_CODE_LENGTH = 100_000
-"""Characters of the longest code that is run."""
+"""Largest number of characters in code that is run."""
 TEST_FORMS_HINT = (
     "a row has a list of tests; each is a statement such as 'assert f(2) == 4', "
     "or {'input': ..., 'output': ...}; docs/rewards.md has other forms"
 )
 _FENCED_BLOCK = r"(?s)(?P<fence>`{3,}+)(?:[^\n`]*\n)?(?P<code>.*?)(?:(?P=fence)|\Z)"
-"""A fenced block. One without a closing fence, from a truncated response, counts too."""
+"""Pattern of a fenced block. The closing fence may be missing, as in a truncated response."""
 _LIST_AS_TEXT = r"""(?s)\s*+\[(?:[\s,]*+(?:"(?:\\.|[^"\\])*+"|'(?:\\.|[^'\\])*+'))++[\s,]*+\]\s*+"""
-"""Matches ``['70', '71']`` and ``["70"]``, but no interval: the items are texts in quotes."""
+"""Pattern of a list of quoted texts, such as ``['70', '71']`` and ``["70"]``.
+
+An interval such as ``[70, 71]`` does not match.
+"""
 _CALL_PROGRAM = """
 import io, json, sys, types
 arguments = json.load(sys.stdin)
@@ -41,8 +44,10 @@ if hasattr(getattr(solution, "Solution", None), {function!r}):
     owner = solution.Solution()
 print(json.dumps(getattr(owner, {function!r})(*arguments)), file=output, flush=True)
 """
-"""A program that calls a function of ``code``, or a method of its class ``Solution``. The arguments
-are JSON on stdin, and the result is JSON on stdout. What the code itself prints goes nowhere.
+"""Program that calls a function in ``code``, or a method of its class ``Solution``.
+
+The arguments are JSON on stdin, and the result is JSON on stdout. Text that the code prints is
+discarded.
 """
 
 
@@ -59,13 +64,15 @@ def python_tests(
     allow_unsandboxed=False,
     **columns,
 ) -> Rewards:
-    """``value`` times the fraction of tests passed; 0 without code, ``None`` without tests.
+    """Score ``value`` times the fraction of the row's tests that the code passes.
 
-    :func:`extract_code` finds the code, :func:`read_tests` reads the tests. Outputs are compared
-    outside the sandbox, those of a program except white space at the ends of lines.
+    A completion without code scores 0. The score is ``None`` if the row has no tests.
+    :func:`extract_code` finds the code, and :func:`read_tests` reads the tests. Outputs are
+    compared outside the sandbox. In the output of a program, white space at the ends of lines is
+    ignored.
 
-    ``total_seconds``, for all tests of one completion, must be less than ``reward.timeout_s``: code
-    that hangs then scores 0, not ``None``.
+    ``total_seconds`` limits the time of all tests of one completion. It must be less than
+    ``reward.timeout_s``. Code that hangs then scores 0, not ``None``.
     """
     limits = Limits(test_seconds, total_seconds, memory_mb)
     # A call without rows checks a configuration: fail now on a machine without the sandbox.
@@ -91,7 +98,8 @@ def python_tests(
     return score_rows(score, completions, columns, column, "entry_point")
 
 
-# Called with one row at a time: total_seconds, for one row, is less than the limit of a call.
+# The runner calls this reward with one row at a time: total_seconds limits one row, and must stay
+# below the limit of a call.
 python_tests.row_by_row = True
 
 
@@ -109,16 +117,16 @@ def _has_passed(test: dict, expected: str | None, result: SandboxResult) -> bool
 
 
 def _comparable_lines(text: str) -> list[str]:
-    # Judges count only newlines as ends of lines. For splitlines() and rstrip(), a form feed and
-    # U+2028 are ends of lines and white space, too.
+    # Judges of programming contests end a line only at a newline. splitlines() would also end it at
+    # a form feed or U+2028, and a plain rstrip() would remove these.
     return [line.rstrip(" \t\r") for line in text.rstrip(" \t\r\n").split("\n")]
 
 
 def extract_code(text: str, tag: str | None = None) -> str | None:
-    """Return the last fenced block after the thinking or, without a block, all text after it.
+    """Return the last fenced block after the thinking or, without a block, all of that text.
 
-    ``None`` if that is empty or too long. With ``tag``, only the text inside the only
-    ``<tag>...</tag>`` is read, and ``None`` is returned without that tag.
+    With ``tag``, the text inside ``<tag>...</tag>`` is read instead, and the tag must occur exactly
+    once. Return ``None`` if there is no code, or if it is longer than ``MAX_CODE_LENGTH``.
     """
     text = after_thinking(text) if tag is None else tag_content(text, tag) or ""
     code = text
@@ -142,13 +150,13 @@ def check_rows(
 
     Args:
         specs: objects with the name and the args of each reward.
-        source: names the dataset in messages.
-        places: names each row in messages.
-        has_pattern: True if ``data.answer_pattern`` has cut the answers out of the column
-            ``answer``, so that each is meant as it is.
+        source: the name of the dataset in messages.
+        places: the name of each row in messages.
+        has_pattern: True if ``data.answer_pattern`` has extracted the answers in the column
+            ``answer``. These answers are not checked.
     """
     for spec in specs:
-        # A reward of the user may read any form.
+        # A user's reward may read rows of any form, so it is not checked.
         has_tests = spec.name == "python_tests"
         if not has_tests and spec.name not in ANSWER_REWARDS:
             continue
@@ -162,7 +170,7 @@ def check_rows(
                     read_tests(value, row.get("entry_point"))
                 else:
                     _check_reference(value)
-            except Exception as error:  # of any type: the dataset may hold anything
+            except Exception as error:  # the dataset may hold anything
                 mistake = error
                 if has_tests:
                     mistake = (
@@ -172,7 +180,7 @@ def check_rows(
 
 
 def _check_reference(value: object) -> None:
-    # No answer would be equal to these, so that every reward would be 0.
+    # No answer equals a mapping or the text of a list, so every reward would be 0.
     if isinstance(value, Mapping):
         keys = ", ".join(map(str, value))
         raise ValueError(
@@ -189,15 +197,18 @@ def _check_reference(value: object) -> None:
 def read_tests(raw: object, entry_point: str | None = None) -> list[dict]:
     """Read the tests of a row. ``docs/rewards.md`` lists the forms in which datasets publish them.
 
-    Each test is returned as ``{"code": ...}``, as ``{"input": ..., "output": ...}`` for a program,
-    or as ``{"function": ..., "input": ..., "output": ...}`` with JSON of the arguments and of the
-    list of right results.
+    Each test is returned in one of three forms:
+
+    - ``{"code": ...}``: statements that raise if the completion's code is wrong.
+    - ``{"input": ..., "output": ...}``: stdin of a program, and the stdout that is expected.
+    - ``{"function": ..., "input": ..., "output": ...}``: the name of a function, its arguments as a
+      JSON list, and all right results as a JSON list.
 
     Args:
         entry_point: name of the function that a HumanEval test calls.
 
     Raises:
-        Exception: of any type, for any other form.
+        Exception: of any type, if the tests have another form.
     """
     tests = []
     for test in _published_tests(raw):
@@ -212,7 +223,7 @@ def read_tests(raw: object, entry_point: str | None = None) -> list[dict]:
 
 
 def _published_tests(raw: object) -> list:
-    """Return the list of a row's tests, each still in the form in which it was published."""
+    """Return the list of a row's tests, each in the form in which the dataset published it."""
     if isinstance(raw, str):
         if not re.match(r"\s*[\[{]", raw):
             return [raw]  # a statement
@@ -220,7 +231,7 @@ def _published_tests(raw: object) -> list:
     if not isinstance(raw, Mapping):
         return [] if raw is None else raw
 
-    # A column of structs has every key in every row, with None for those that a row lacks.
+    # A column of structs has every key in every row, with None for the keys that a row lacks.
     fields = {key: value for key, value in raw.items() if value is not None}
     if "test_cases" in fields:
         return fields["test_cases"]
@@ -237,7 +248,11 @@ def _published_tests(raw: object) -> list:
 
 
 def _read_case(test: Mapping) -> dict:
-    """Return a test by input and output: of a program, or of a function if one is named."""
+    """Return a test that has an input and an output, in a form of :func:`read_tests`.
+
+    Its type says if it tests a program or a function. Without a type, it tests a function if it
+    names one.
+    """
     arguments = test["input"]
     result = test["output"]
     name = test.get("fn_name")
@@ -253,7 +268,8 @@ def _read_case(test: Mapping) -> dict:
         arguments = [json.loads(line) for line in arguments.split("\n") if line.strip()]
         right_results = [json.loads(result)]
     elif isinstance(result, list) and len(result) == 1:
-        # APPS wraps results in a list, others do not: both readings are right.
+        # APPS wraps a result in a list, and other datasets do not. So the list counts as right, and
+        # so does its item.
         right_results += result
     if not name or not isinstance(arguments, list):
         raise ValueError(
@@ -270,13 +286,14 @@ def _as_text(value: object) -> str:
 
 
 def _statement_test(code: str, entry_point: str | None) -> str:
-    """Return ``code``, with the call of ``check`` that HumanEval leaves to its reader.
+    """Return the code of a test, with a call of ``check`` added to a HumanEval test.
 
-    ValueError for a statement that cannot fail, which every completion would pass.
+    A HumanEval test defines ``check``, and does not call it. A test that cannot fail raises
+    ValueError, since every completion would pass it.
     """
     executed = []
     for statement in ast.parse(code).body:
-        # Only functions and classes have a name. Their bodies run if something calls them.
+        # Only functions and classes have a name. Their bodies run only if something calls them.
         name = getattr(statement, "name", None)
         if name is None:
             executed += ast.walk(statement)

@@ -1,6 +1,6 @@
 """Load reward functions by their names in configurations, and read which arguments they take.
 
-A name is that of a built-in reward, ``package.module:function`` or ``path/to/file.py:function``.
+The name is a built-in name, ``package.module:function`` or ``path/to/file.py:function``.
 """
 
 import importlib
@@ -36,21 +36,27 @@ BUILTIN_REWARDS["python_tests"] = "grpo.rewards.code"
 imported when the reward is loaded."""
 
 ENVIRONMENT_PREFIX = "environment:"
-"""Prefix of the name of the reward that an environment gives itself. The name of its class follows.
-"""
+"""Prefix in the name of a reward that an environment gives. The name of its class follows."""
 OBJECT_PREFIX = "python:"
-"""Prefix of the name of a reward that a program passed to ``grpo.train`` as an object, which other
-processes cannot import."""
+"""Prefix in the name of an object, such as a reward, that was passed to ``grpo.train``.
+
+It marks an object that cannot be imported by its name.
+"""
 FILE_MODULE_PREFIX = "grpo_reward_file_"
-"""Prefix of the name in ``sys.modules`` of a file named by ``path/to/file.py:function``."""
+"""Prefix in the module name, in ``sys.modules``, of a file that was loaded by its path."""
 SOURCE_ATTRIBUTE = "__grpo_source__"
-"""Global of such a module: the bytes of its file when it was imported."""
+"""Name of a global variable in a module that was loaded by its path.
+
+The variable holds the bytes that the file had when it was loaded.
+"""
 
 ENVIRONMENTS_ARGUMENT = "environments"
-"""The argument that makes a reward run in the processes of the environments."""
+"""Name of an argument. A reward that takes it runs in the worker processes of the environments."""
 NOT_IN_KWARGS = (ENVIRONMENTS_ARGUMENT, "trainer_state", "log_metric", "log_extra")
-"""Arguments that a reward gets only if it has a parameter of that name: rewards expect columns in
-``**kwargs``."""
+"""Arguments that a reward gets only if it has a parameter of that name.
+
+They are never passed in ``**kwargs``, where rewards expect columns.
+"""
 TRAINER_ARGUMENTS = (
     "prompts",
     "completions",
@@ -58,15 +64,18 @@ TRAINER_ARGUMENTS = (
     "environment_rewards",
     *NOT_IN_KWARGS,
 )
-"""Arguments that the trainer passes to a reward besides the columns. A column of such a name is not
-passed."""
+"""Arguments that the trainer passes to a reward besides the columns.
+
+A column with one of these names is not passed.
+"""
 
 
 def load_reward(spec: str) -> Callable:
     """Load a reward: ``fn(prompts, completions, **columns) -> list[float | None]``.
 
     Raises:
-        ValueError: in one line, if the function does not exist or its file cannot be imported.
+        ValueError: if the function does not exist, or its file cannot be imported. The message is
+            one line.
     """
     if spec in BUILTIN_REWARDS:
         return getattr(importlib.import_module(BUILTIN_REWARDS[spec]), spec)
@@ -75,7 +84,7 @@ def load_reward(spec: str) -> Callable:
 
         return environment
     function = load_object(spec, "reward", ", ".join(BUILTIN_REWARDS))
-    # A class is callable too, but a call with prompts makes an instance and no list of scores.
+    # A class is callable too, but a call of it returns an instance, and not a list of scores.
     if not callable(function) or inspect.isclass(function):
         location, _, name = spec.rpartition(":")
         raise ValueError(
@@ -94,11 +103,11 @@ def load_object(spec: str, kind: str, builtin: str) -> Any:
         builtin: the built-in names of this kind, for messages.
 
     Raises:
-        ValueError: in one line, if the module cannot be imported.
+        ValueError: if the module cannot be imported. The message is one line.
     """
     location, _, name = spec.rpartition(":")
     if spec.startswith(OBJECT_PREFIX):
-        # The configuration of an earlier run names the object, but cannot hold it.
+        # The saved configuration of an earlier run has the name of the object, but not the object.
         raise ValueError(
             f"{kind} {spec!r} was an object passed to grpo.train(): "
             "name one of a file, or pass it again"
@@ -120,12 +129,12 @@ def load_object(spec: str, kind: str, builtin: str) -> Any:
 
 
 def describe_error(error: BaseException, path: str) -> str:
-    """Describe an error, with its line in the user's file if it came from there.
+    """Describe an error for a message, for example `` (line 3) raised KeyError: 'a'``.
 
-    For example `` (line 3) raised KeyError: 'a'``.
+    The line is left out if the error did not come from the user's file ``path``.
     """
     place = ""
-    # The last frame in the file wins: it is the line that called a library, or that raised.
+    # The last frame in the file counts: its line called a library that raised, or raised itself.
     for frame in traceback.extract_tb(error.__traceback__):
         if frame.filename == path:
             place = f" (line {frame.lineno})"
@@ -133,31 +142,31 @@ def describe_error(error: BaseException, path: str) -> str:
 
 
 def _import(location: str, path: str) -> ModuleType:
-    """Import a module by its name, or by its path if that ends in ``.py``."""
+    """Import the module ``location``, or the file ``path`` if the location ends in ``.py``."""
     is_file = location.endswith(".py")
-    # A reward file can import modules of its own folder, as a script can. A module can lie in the
-    # working folder, which torchrun does not put on the path: it puts the script's folder there.
+    # A reward file can import modules from its own folder, as a script can. A module may be in the
+    # working folder, which is not on sys.path: torchrun adds only the folder of its script.
     folder = os.path.dirname(path) if is_file else os.getcwd()
     if folder not in sys.path:
-        # Last, so that no file of the user replaces a module of a library.
+        # The folder goes last, so that no file of the user replaces a module of a library.
         sys.path.append(folder)
     if not is_file:
         return importlib.import_module(location)
 
     with open(path, "rb") as file:
         source = file.read()
-    # Imported once, so that two functions of one file share its globals; but again if the file has
-    # changed, as in a notebook.
+    # A file is imported once, so that two functions of the file share its globals. It is imported
+    # again if it has changed, as can happen while a notebook is open.
     name = FILE_MODULE_PREFIX + path.encode().hex()
     module = sys.modules.get(name)
     if getattr(module, SOURCE_ATTRIBUTE, None) == source:
         return module
     module = ModuleType(name)
     module.__file__ = path
-    # Before the module runs: pickle and dataclasses look a module up by name.
+    # The module is registered before it runs: pickle and dataclasses look a module up by name.
     sys.modules[name] = module
     exec(compile(source, path, "exec"), module.__dict__)
-    # Set last: a module that raised has no source, so that the next import runs its file again.
+    # The source is set last. After an error it is missing, so the next import runs the file again.
     setattr(module, SOURCE_ATTRIBUTE, source)
     return module
 
@@ -167,9 +176,9 @@ def _real_path(path: str) -> str:
 
 
 def unique_names(specs: Collection[str]) -> list[str]:
-    """Return the names of rewards in metrics, such as ``fn`` of ``path/to/file.py:fn``.
+    """Return a unique name for each reward, for metrics: ``fn`` for ``path/to/file.py:fn``.
 
-    The second reward of the same name gets ``_2``, and so on.
+    The second reward with the same name gets the suffix ``_2``, the third gets ``_3``.
     """
     names = []
     for spec in specs:
@@ -186,7 +195,7 @@ def unique_names(specs: Collection[str]) -> list[str]:
 class FunctionInfo:
     """Facts about a reward function, read from its signature.
 
-    The worker sends them to the trainer, which does not import the function.
+    A worker process sends the facts to the trainer, which does not import the function.
 
     Args:
         args: the ``args`` of the function in the configuration.
@@ -201,18 +210,24 @@ class FunctionInfo:
         """True if the function asks, by ``fn.row_by_row = True``, to be called with one row at a
         time."""
         self.total_seconds = 0
-        """Time limit per row that a built-in reward keeps by itself. Default: 0, no limit."""
+        """Seconds per row to which a built-in reward limits itself. 0 means no limit."""
         self.has_kwargs = False
         """True if the function takes ``**kwargs``."""
         self.parameter_names = []
-        """Names of its other parameters."""
+        """Names of the parameters, without ``*args`` and ``**kwargs``."""
         self.configurable = []
-        """The parameters that the trainer does not pass. In a built-in reward they are settings,
-        which only ``args`` fills. In any other function columns fill them too."""
+        """Names of the parameters that the trainer does not pass.
+
+        In a built-in reward, these parameters are settings, and only ``args`` fills them. In a
+        user's function, columns fill them too.
+        """
         self.needed_columns = set()
-        """Columns without which it cannot run."""
+        """Names of the columns without which the function cannot run."""
         self.source_files = {}
-        """See :func:`source_files`. Filled by :class:`grpo.rewards.calls.LoadedReward`."""
+        """Files of the function (:func:`source_files`).
+
+        :class:`grpo.rewards.calls.LoadedReward` fills them in.
+        """
         for name, parameter in inspect.signature(function).parameters.items():
             if parameter.kind is parameter.VAR_KEYWORD:
                 self.has_kwargs = True
@@ -228,7 +243,7 @@ class FunctionInfo:
             if value is inspect.Parameter.empty:
                 self.needed_columns.add(name)
         elif name.endswith("column"):
-            # The setting of a built-in that names the column to read.
+            # This setting of a built-in reward names a column that the reward reads.
             self.needed_columns.add(str(value))
         elif name == "total_seconds":
             self.total_seconds = value
@@ -237,14 +252,14 @@ class FunctionInfo:
         """Return the arguments of a call: all ``args``, and the inputs that the function takes.
 
         Args:
-            inputs: columns, and the arguments of the trainer.
-            args: see :class:`FunctionInfo`.
+            inputs: the columns, and the arguments that the trainer passes.
+            args: the ``args`` of the function in the configuration.
         """
         arguments = dict(args)
         for name, value in inputs.items():
             in_kwargs = self.has_kwargs and name not in NOT_IN_KWARGS
             is_taken = name in self.parameter_names or in_kwargs
-            # Otherwise a column of the dataset named `value` would change the score.
+            # A column does not fill a setting: a column named `value` would change the score.
             is_setting = name in args or (self.is_builtin and name in self.configurable)
             if is_taken and not is_setting:
                 arguments[name] = value
@@ -254,8 +269,8 @@ class FunctionInfo:
 def check_arguments(spec: str, function: Callable, args: Mapping[str, Any]) -> None:
     """Raise ``ValueError`` unless the ``args`` of a configuration suit the function.
 
-    A built-in reward accepts only its settings, although it takes ``**columns``. The value of each
-    must have the type of the setting's default, or the annotated one.
+    A built-in reward accepts only its settings, although it takes ``**columns``. A setting must
+    have the type of its default, or the annotated type if the default is None or missing.
     """
     info = FunctionInfo(function, args)
     takes_other_names = info.has_kwargs and not info.is_builtin
@@ -288,9 +303,10 @@ def check_arguments(spec: str, function: Callable, args: Mapping[str, Any]) -> N
 
 
 def source_files(spec: str, function: Callable) -> dict[str, str]:
-    """Return the paths of a function's files, by their names in messages.
+    """Return the files of a function: name of a file in messages -> its path.
 
-    These are the file that ``spec`` names, and the file that defines the function if it is another.
+    The first file is the file that ``spec`` names. If another file defines the function, that file
+    comes second.
     """
     location = spec.rpartition(":")[0]
     named_file = _real_path(location)
@@ -300,7 +316,7 @@ def source_files(spec: str, function: Callable) -> dict[str, str]:
         if named_file is None:
             return {}
     files = {location: named_file}
-    # The module of an instance is that of its class, which may be a library's.
+    # An instance has the module of its class, which may belong to a library.
     if inspect.isfunction(function) or inspect.isclass(function):
         module = sys.modules.get(function.__module__)
         defining_file = getattr(module, "__file__", None) or named_file

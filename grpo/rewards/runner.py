@@ -1,25 +1,26 @@
 """Score completions with several reward functions, which run in worker processes.
 
-``B`` rows (completions), ``F`` functions. A group is a run of neighbouring rows with equal prompts.
-A function that hangs or kills its process costs a few rows, not the run:
+Shapes: ``B`` rows, which are completions, and ``F`` functions. Neighbouring rows with equal prompts
+are a group. A function that hangs or kills its process costs the scores of a few rows, and training
+goes on:
 
-1. The first call of a function has the whole batch, unless the function asks for single rows. A
-   timer kills the worker process a second after ``timeout_s``
+1. The first call of a function gets all rows, unless the function asks for single rows. A timer
+   kills the worker process a second after ``timeout_s``
    (:meth:`grpo.workers.process.WorkerProcess.ask`). An async function that waits is cancelled at
    ``timeout_s``, and its worker process lives on (:meth:`grpo.workers.host.Host.ask`).
-2. The answer to such a call is of the kind ``"timeout"``. A function that ended its process gives
-   ``"died"``, one that raised gives ``"error"``.
-3. After a failed call, the function is called again for each group, and where a group fails too,
-   for each row. Each of these calls has ``timeout_s``, and a new process if need be
-   (:meth:`RewardRunner._run`, :meth:`Scoring.split`).
-4. After ``MAX_LOST_WORKERS`` groups that hung or killed a process, the remaining groups are called
-   row by row. After as many rows, the remaining rows are not called
-   (:meth:`RewardRunner._run_jobs`).
-5. A row whose own call fails has the value ``None`` and is counted. The first failure of each kind
-   is logged (:meth:`RewardRunner._record_failures`).
+2. A call that took too long has an answer with the status ``"timeout"``. The status is ``"died"``
+   if the function ended its process, and ``"error"`` if it raised.
+3. After a failed call, the function is called again for each group. After a failed group, it is
+   called for each row. Each of these calls has the limit ``timeout_s``, and a new process if the
+   old one was killed (:meth:`RewardRunner._run`, :meth:`Scoring.split`).
+4. After ``MAX_LOST_WORKERS`` groups that hung or killed a process, the function is called row by
+   row for the remaining groups. After ``MAX_LOST_WORKERS`` rows that hung or killed a process, it
+   is not called for the remaining rows (:meth:`RewardRunner._run_jobs`).
+5. A row that fails in a call with this row alone has the value ``None``, and is counted. The first
+   failure of each kind is logged (:meth:`RewardRunner._record_failures`).
 
-A function that takes ``environments`` is called in each process where environments of the batch
-live, with the rows of that process.
+Environments live in worker processes. A function that takes ``environments`` is called in each of
+these processes, with the rows of the environments that live there.
 
 This module does not communicate between ranks: the training loop makes all ranks agree on a
 failure.
@@ -52,12 +53,18 @@ from grpo.workers import Answer, InProcessWorker, Pool, Request, Worker
 logger = logging.getLogger(__name__)
 
 MAX_LOST_WORKERS = 8
-"""Calls of one function and level in a step that may time out or kill their worker process. After
-so many groups the others are called row by row; after so many rows the others are not called."""
+"""Limit on the calls of one function that hang or kill their worker process, per batch and level.
+
+At the limit for groups, the other groups are called row by row. At the limit for rows, the other
+rows are not called.
+"""
 BATCH, GROUP, ROW = range(3)
-"""Levels of a call: with rows of several groups, with several rows of one group, with one row."""
+"""Levels of a call: rows of several groups, several rows of one group, or one row."""
 RETRY_TEXTS = ("group by group", "row by row")
-"""For messages: how the rows of a failed call are called again, by its level."""
+"""Words for messages that say how the rows of a failed call are called again.
+
+The index is the level of the failed call, ``BATCH`` or ``GROUP``.
+"""
 SKIPPED_ANSWER = Answer(
     "skipped",
     message=f"not called, as {MAX_LOST_WORKERS} calls before it hung or killed their worker",
@@ -66,9 +73,9 @@ SKIPPED_ANSWER = Answer(
 
 @dataclass(frozen=True)
 class RewardSpec:
-    """One entry of ``reward.functions``.
+    """One entry of ``reward.functions`` in the configuration.
 
-    Any object with a name, a weight and args can take its place.
+    Any object with the attributes ``name``, ``weight`` and ``args`` can be used instead.
     """
 
     name: str
@@ -79,27 +86,30 @@ class RewardSpec:
 
 
 class RewardResult:
-    """Rewards of one batch, and the failures of its functions in the order of ``names``."""
+    """Rewards of one batch, and failures of the functions. ``names`` has the functions' names."""
 
     def __init__(self, names: list[str], num_rows: int):
         self.names = names
         self.values = [[None] * len(names) for _ in range(num_rows)]
-        """``[B][F]``; ``None`` where the function gave no score."""
+        """``[B][F]`` rewards, ``None`` where a function gave no score."""
         self.failures = [0] * len(names)
-        """``[F]`` number of rows in which the function raised, hung, killed its process, or was
-        skipped after too many of these."""
+        """``[F]`` numbers of rows in which a function failed: it raised, hung, killed its process,
+        or was not called after too many failures."""
         self.environment_failures: list[str] = []
-        """For each environment that got an action or has failed: the reason of its failure, or
-        empty text if it works. Functions do not get the rows of failed environments."""
+        """One text for each environment that got an action or has failed.
+
+        The text is the reason of the failure, or empty if the environment works. Completions of
+        failed environments are not scored.
+        """
         self.first_traceback = {}
-        """Function name -> its failure in the first row: a traceback, or a sentence for a timeout
-        or a death."""
+        """Function name -> the failure of the first row that failed: a traceback, or a sentence if
+        the call timed out or its process died."""
         self.metrics = {}
-        """Name -> ``(sum, count)`` of the values of ``log_metric``. As in TRL, functions may share
-        a name."""
+        """Name of a metric -> ``(sum, count)`` of the values passed to ``log_metric``. As in TRL,
+        several functions may log the same metric."""
         self.extra = {}
-        """Column -> ``[B]`` values of ``log_extra``; ``None`` for rows of calls that failed or
-        logged nothing."""
+        """Name of a column -> ``[B]`` values passed to ``log_extra``. A row has ``None`` if its
+        call failed or logged nothing."""
 
 
 @dataclass(frozen=True)
@@ -107,35 +117,35 @@ class RewardCall:
     """A call of one function with some rows of the batch."""
 
     function: int
-    """Number of the function in the configuration."""
+    """Index of the function in the configuration."""
     rows: tuple[int, ...]
     level: int
-    """BATCH, GROUP or ROW."""
+    """``BATCH``, ``GROUP`` or ``ROW``."""
     workers: tuple[Worker, ...]
-    """Any one of these workers makes the call."""
+    """Workers that may make the call. One of them does."""
 
 
 class Scoring:
-    """Inputs of :meth:`RewardRunner.score`, and the answers so far.
+    """Inputs of one :meth:`RewardRunner.score`, and the answers to its calls so far.
 
-    Threads of several workers add answers and lost workers at the same time. They only set a key or
-    append, each of which is one operation of Python, so there is no lock.
+    Threads of several workers write to this object at the same time. There is no lock, since a
+    thread only sets a key or appends to a list, and Python does each of these in one operation.
     """
 
     def __init__(self, inputs: Mapping[str, Sequence], trainer_state: TrainerState):
         self.inputs = inputs
         self.trainer_state = trainer_state
         self.answers = {}
-        """:class:`RewardCall` -> its answer."""
+        """:class:`RewardCall` -> the answer to the call."""
         self.lost_levels = defaultdict(list)
-        """Function -> the level of each of its calls that hung or killed its worker process."""
+        """Index of a function -> levels of the calls that hung or killed their worker process."""
         self.group_of_row = []
-        """``[B]`` number of each row's group."""
+        """``[B]`` index of the group of each row."""
         for number, (_, group) in enumerate(itertools.groupby(inputs["prompts"])):
             self.group_of_row += [number for _ in group]
 
     def split(self, call: RewardCall, level: int) -> list[RewardCall]:
-        """Split a call: into itself (BATCH), one call per group (GROUP), or one per row (ROW)."""
+        """Split a call into one call per group (GROUP) or per row (ROW). BATCH keeps it in one."""
         parts = [call.rows]
         if level == GROUP:
             groups = itertools.groupby(call.rows, self.group_of_row.__getitem__)
@@ -145,8 +155,8 @@ class Scoring:
         return [replace(call, rows=rows, level=self._level_of(rows)) for rows in parts]
 
     def _level_of(self, rows: Sequence[int]) -> int:
-        # A batch may consist of one group, and a group of one row. The level is then the smaller
-        # one, since a retry group by group, or row by row, would be the same call again.
+        # A batch may consist of one group, and a group of one row. The call then gets the level
+        # with fewer rows, since a retry at that level would be the same call again.
         if len(rows) == 1:
             return ROW
         is_one_group = self.group_of_row[rows[0]] == self.group_of_row[rows[-1]]
@@ -157,26 +167,26 @@ class Scoring:
         inputs = {}
         for name, entries in self.inputs.items():
             inputs[name] = [entries[row] for row in call.rows]
-        # Pickled within the pickled message, so that each call gets a copy, and a column that a
-        # worker cannot unpickle is an error of this call alone.
+        # The inputs are pickled before the message is. So each call gets a copy, and a column that
+        # a worker cannot unpickle is an error of this call alone.
         pickled = cloudpickle.dumps((inputs, self.trainer_state))
         return Request(call.function, "score", (pickled,))
 
 
 class RewardRunner(contextlib.AbstractContextManager):
-    """The configured rewards of one rank, loaded in its worker processes.
+    """The configured reward functions of one rank, loaded in its worker processes.
 
-    It ends with :meth:`close`, or when its context is left.
+    :meth:`close` ends the worker processes, and so does the end of a ``with`` statement.
 
     Args:
-        functions: ``RewardSpec``s, or objects with ``name``, ``weight`` and ``args``. :meth:`check`
-            loads them. A ``function`` that cannot be sent to a worker process runs in this process,
-            with a line in :attr:`notes`.
+        functions: :class:`RewardSpec` objects, or objects with ``name``, ``weight`` and ``args``.
+            :meth:`check` loads the functions. A function object that cannot be sent to a worker
+            process runs in this process, and :attr:`notes` says so.
         timeout_s: time limit of one call, in seconds.
-        num_workers: worker processes. More than one help if several functions are slow, or one that
-            is called row by row. Default: 1.
-        environments: the :class:`grpo.turns.tools.Tools` of the run, in whose worker processes
-            functions that take ``environments`` run. Default: no environments.
+        num_workers: number of worker processes. Several processes help if several functions are
+            slow, or if a slow function is called row by row. Default: 1.
+        environments: the :class:`grpo.turns.tools.Tools` of the run. Functions that take
+            ``environments`` run in its worker processes. Default: no environments.
     """
 
     def __init__(
@@ -187,12 +197,12 @@ class RewardRunner(contextlib.AbstractContextManager):
         num_workers: int | None = None,
         environments: Any = None,
     ):
-        # Imported here: a worker imports this package, and needs no pydantic.
+        # Imported here: a worker process imports this package, and shall not import pydantic.
         from grpo.config.secrets import with_environment
 
         self.specs = []
         for f in functions:
-            # Secrets come from environment variables (`${JUDGE_KEY}`), which no file may show.
+            # `${JUDGE_KEY}` stands for a secret in an environment variable. No file shows it.
             args = with_environment(f.args, f"reward {f.name!r}")
             function = getattr(f, "function", None)
             self.specs.append(RewardSpec(f.name.strip(), float(f.weight), args, function))
@@ -201,18 +211,18 @@ class RewardRunner(contextlib.AbstractContextManager):
         self.timeout_s = timeout_s
         self._environments = environments
         self._functions_with_environments = set()
-        """Numbers of the functions that run in the processes of the environments."""
+        """Indices of the functions that run in the worker processes of the environments."""
         self._pool = Pool(num_workers or 1)
         self._infos = []
-        """:class:`FunctionInfo` of each function, once :meth:`check` has loaded them."""
+        """:class:`FunctionInfo` of each function; empty until :meth:`check` has loaded them."""
         self._logged_failures = set()
-        """Kinds of failures that the run has logged."""
+        """Kinds of failures that have been logged, so that each kind is logged once."""
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
-        """Kill the workers. A later call of :meth:`score` starts new ones."""
+        """Kill the worker processes. A later call of :meth:`score` starts new processes."""
         self._pool.close()
 
     def check(
@@ -220,16 +230,17 @@ class RewardRunner(contextlib.AbstractContextManager):
         columns: Collection[str] | None = None,
         source: str = "the rows",
     ) -> None:
-        """Load every function, and check that the columns that it needs are there.
+        """Load every function, and check that the rows have the columns that it needs.
 
-        A run calls this at its start, so that a mistake shows before the first step.
+        A run calls this method at its start, so that mistakes show before the first step.
 
         Args:
-            columns: names of the columns. Default: not checked.
-            source: names the rows in messages.
+            columns: names of the columns of the rows. Default: columns are not checked.
+            source: a name for the rows in messages.
 
         Raises:
-            ValueError: in one line, for a function that cannot be loaded, or a missing column.
+            ValueError: if a function cannot be loaded, or a column is missing. The message is one
+                line.
         """
         if not self._infos:
             self._infos = [self._load(number) for number in range(len(self.specs))]
@@ -245,19 +256,19 @@ class RewardRunner(contextlib.AbstractContextManager):
 
     @property
     def notes(self) -> list[str]:
-        """Messages of :meth:`check` for the user, one line each."""
+        """Lines for the user from :meth:`check`, one line per message."""
         return self._pool.notes
 
     @property
     def source_files(self) -> dict[str, str]:
-        """Name -> path of the files of the user's functions, once :meth:`check` has loaded them."""
+        """Name -> path of each file of the functions; empty until :meth:`check` has loaded them."""
         files = {}
         for info in self._infos:
             files |= info.source_files
         return files
 
     def _load(self, number: int) -> FunctionInfo:
-        """Load a function in a worker process. Its number is its key there."""
+        """Load a function in a worker process, where its index is the key of the function."""
         spec = self.specs[number]
         what = f"reward {spec.name!r}"
         factory = (LoadedReward, spec.name, spec.args)
@@ -268,7 +279,8 @@ class RewardRunner(contextlib.AbstractContextManager):
             user_object=spec.function,
             or_in_process=spec.function is not None,
         )
-        # Code that hangs shall score 0 by the reward's own limit, not None by the runner's.
+        # Code that hangs shall reach the limit of the reward, which scores 0, before the limit of
+        # the runner, which scores None.
         if info.total_seconds >= self.timeout_s:
             raise ValueError(
                 f"{what}: total_seconds = {info.total_seconds:g} must be less than reward.timeout_s"
@@ -296,15 +308,15 @@ class RewardRunner(contextlib.AbstractContextManager):
         trainer_state: TrainerState = OUTSIDE_TRAINING,
         is_scored: Sequence[bool] | None = None,
     ) -> RewardResult:
-        """Score ``B`` completions. Every argument has ``B`` entries, and so has each column.
+        """Score ``B`` completions. Every sequence has ``B`` entries, and so has each column.
 
         Args:
-            columns: name -> values.
+            columns: name of a column -> its values.
             is_scored: False for completions that no function gets. Default: all True.
 
         Raises:
-            ValueError: if an input has another number of entries.
-            RewardContractError: if a function returned or logged something else than it may.
+            ValueError: if a sequence or column does not have ``B`` entries.
+            RewardContractError: if a function returned or logged a value of a wrong form.
         """
         inputs = dict(columns, prompts=prompts, completions=completions)
         if completion_ids is not None:
@@ -320,12 +332,12 @@ class RewardRunner(contextlib.AbstractContextManager):
         scoring = Scoring(inputs, trainer_state)
         rows = [row for row in range(num_rows) if is_scored is None or is_scored[row]]
         try:
-            # Each round calls the rows of failed calls again, in smaller calls.
+            # Each round calls the functions again for the rows of failed calls, in smaller calls.
             calls = self._first_calls(rows, scoring) if rows else []
             while calls:
                 calls = self._run(calls, scoring)
         except BaseException:
-            # After a Ctrl-C, threads would wait for workers whose result nobody reads.
+            # After a Ctrl-C, threads would go on waiting for results that nobody reads.
             self.close()
             raise
 
@@ -336,7 +348,7 @@ class RewardRunner(contextlib.AbstractContextManager):
         return result
 
     def _first_calls(self, rows: Sequence[int], scoring: Scoring) -> list[RewardCall]:
-        """Return calls of every function with all rows."""
+        """Return the calls of the first round: every function with all rows."""
         calls = []
         for number, info in enumerate(self._infos):
             workers = self._pool.workers
@@ -344,7 +356,7 @@ class RewardRunner(contextlib.AbstractContextManager):
                 workers = (self._pool.in_process_worker,)
             rows_of_workers = {workers: rows}
             if number in self._functions_with_environments:
-                # One call per worker of the environments, with the rows whose environment it has.
+                # Each worker with environments gets one call, with the rows of these environments.
                 rows_of_workers = defaultdict(list)
                 for row in rows:
                     environment = scoring.inputs[ENVIRONMENTS_ARGUMENT][row]
@@ -358,7 +370,7 @@ class RewardRunner(contextlib.AbstractContextManager):
     def _run(self, calls: Sequence[RewardCall], scoring: Scoring) -> list[RewardCall]:
         """Make calls in all workers at the same time.
 
-        Returns smaller calls for the rows of those that failed.
+        Returns smaller calls for the rows of the calls that failed.
         """
         # A job is a list of calls that are made at once: all calls of async functions, which can
         # wait at the same time, or a single call.
@@ -376,8 +388,8 @@ class RewardRunner(contextlib.AbstractContextManager):
         # Jobs of this process come last, since they keep this thread busy: the workers do the other
         # jobs meanwhile.
         for workers in sorted(jobs, key=lambda workers: isinstance(workers[0], InProcessWorker)):
-            # Each of the workers takes the next job, so that one that hangs holds up a single one.
-            # Threads may share the iterator of a list: taking an item is one operation.
+            # A worker takes the next job when it is free, so that a function that hangs holds up
+            # one worker. Threads may share the iterator of a list: taking an item is one operation.
             queue = iter(jobs[workers])
             for worker in workers:
                 futures.append(worker.submit(self._run_jobs, queue, worker, scoring))
@@ -387,7 +399,7 @@ class RewardRunner(contextlib.AbstractContextManager):
 
         retries = []
         for call in calls:
-            # The threads leave out the calls of a function that has lost too many workers.
+            # No thread makes the calls of a function that has lost too many workers.
             answer = scoring.answers.setdefault(call, SKIPPED_ANSWER)
             if answer.status != "ok" and call.level != ROW:
                 retries += scoring.split(call, call.level + 1)
@@ -403,7 +415,7 @@ class RewardRunner(contextlib.AbstractContextManager):
         for job in jobs:
             calls = []
             for call in job:
-                # Otherwise a function that hangs in each row would take hours.
+                # Without a limit, a function that hangs in each row would take hours.
                 if scoring.lost_levels[call.function].count(call.level) < MAX_LOST_WORKERS:
                     calls.append(call)
             if not calls:
@@ -419,7 +431,7 @@ class RewardRunner(contextlib.AbstractContextManager):
                 self._run_jobs([[call] for call in calls], worker, scoring)
                 continue
             for call, answer in zip(calls, answers, strict=True):
-                # A mistake of the function, not of a row: no smaller call would help.
+                # The mistake is in the function and not in a row, so no smaller call would help.
                 if isinstance(answer.value, RewardContractError):
                     name = self.names[call.function]
                     raise RewardContractError(f"reward {name!r} {answer.value}")
@@ -428,25 +440,26 @@ class RewardRunner(contextlib.AbstractContextManager):
                 scoring.answers[call] = answer
 
     def _record_values(self, scoring: Scoring, result: RewardResult) -> None:
-        """Store the values that the functions returned, and what they logged."""
+        """Store the values that the functions returned, and the values that they logged."""
         function_of_column = {}
         for call, answer in scoring.answers.items():
             if answer.status != "ok":
                 continue
             values, log = answer.value
-            # A value counts once per row, so that calls row by row give the mean of one call.
+            # A value is weighted by the rows of its call: calls row by row then have the same mean
+            # as one call of all rows.
             for name, number in log.metrics:
                 total, count = result.metrics.get(name, (0.0, 0.0))
                 num_rows = log.num_rows
                 result.metrics[name] = (total + number * num_rows, count + num_rows)
             for column, entries in log.extra.items():
-                # Two functions would overwrite each other's values, row by row.
+                # Two functions that log the same column would overwrite each other's values.
                 if function_of_column.setdefault(column, call.function) != call.function:
                     raise RewardContractError(
                         f"reward {self.names[call.function]!r} called log_extra({column!r}, ...), "
                         "as another reward did: choose another name"
                     )
-                # Rows of calls that failed keep None.
+                # The rows of failed calls keep None.
                 stored = result.extra.setdefault(column, [None] * len(result.values))
                 for position, row in enumerate(call.rows):
                     stored[row] = entries[position]
@@ -456,9 +469,9 @@ class RewardRunner(contextlib.AbstractContextManager):
     def _record_failures(self, number: int, scoring: Scoring, result: RewardResult) -> None:
         """Count the rows in which a function failed, and log its failures.
 
-        They are logged once per run and type of error. A failure with several rows is logged even
-        if every smaller call succeeded, because a reward that compares the completions of a prompt
-        gives other values row by row.
+        A failure is logged once per run and type of error. A failed call with several rows is
+        logged even if all smaller calls succeeded: a reward that compares the completions of a
+        prompt gives other values when it is called row by row.
         """
         name = self.names[number]
         failed_rows = []
@@ -474,7 +487,7 @@ class RewardRunner(contextlib.AbstractContextManager):
                 )
                 self._warn_once(call, answer, text)
         if failed_rows:
-            # Answers come in the order of the threads, and the first row is the same in each run.
+            # The order of the answers differs from run to run. The first row that failed does not.
             call, answer = min(failed_rows, key=lambda each: each[0].rows)
             (row,) = call.rows
             trace = answer.trace or answer.message
@@ -487,8 +500,9 @@ class RewardRunner(contextlib.AbstractContextManager):
             self._warn_once(call, answer, text)
 
     def _warn_once(self, call: RewardCall, answer: Answer, text: str) -> None:
-        """Log a failure, unless the run has logged one of this function and type of error."""
-        # Rows and larger calls count apart: their texts tell of different consequences.
+        """Log a failure, unless the run has logged a failure of this function and type of error."""
+        # Failures of one row are logged apart from those of several rows: the texts say different
+        # consequences.
         error_type = answer.error.partition(":")[0] or answer.message
         kind = (call.function, call.level == ROW, error_type)
         if kind not in self._logged_failures:

@@ -1,6 +1,6 @@
-"""Score the sampled groups of the trainer with its rewards.
+"""Score the sampled groups of the trainer with its reward functions.
 
-This module imports torch, so no module that a worker process needs may import it.
+This module imports torch, so modules that run in worker processes must not import this module.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ def score_groups(
     groups: Sequence[Group],
     trainer_state: TrainerState = OUTSIDE_TRAINING,
 ) -> RewardResult:
-    """Score every completion of some groups, except those whose environment has failed."""
+    """Score all completions of some groups, except completions whose environment has failed."""
     prompts = []
     completions = []
     completion_ids = []
@@ -36,7 +36,7 @@ def score_groups(
                 failure = completion.environment_failure
                 row_columns["environments"] = completion.environment
                 row_columns["environment_rewards"] = completion.environment_reward
-            # Empty text is an environment that works; None has got no action, and counts nowhere.
+            # Empty text: the environment works. None: there is none, or it got no action.
             if failure is not None:
                 environment_failures.append(failure)
             is_scored.append(not failure)
@@ -61,7 +61,7 @@ def score_groups(
 
 def _completion_for_rewards(prompt: Any, completion: Completion) -> Any:
     """Return a completion in the form of its prompt, as TRL does: text, or a list of messages."""
-    # As text, a conversation is its last turn.
+    # The text of a conversation is the text of its last turn.
     if isinstance(prompt, str):
         return completion.text
     if isinstance(completion, MultiTurnCompletion) and completion.messages:

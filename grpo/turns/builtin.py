@@ -1,4 +1,4 @@
-"""The built-in tools. Their type hints and docstrings are what the model reads about them."""
+"""The built-in tools. The model reads the type hints and the docstring of each tool."""
 
 import ast
 import operator
@@ -8,7 +8,10 @@ from grpo.workers.sandbox import Limits, run_python
 
 MAX_EXPONENT = 1000
 MAX_BASE = 1e9
-"""Larger powers of whole numbers would fill the memory, since the calculator computes exactly."""
+"""Largest base of a power in the calculator. ``MAX_EXPONENT`` is the largest exponent.
+
+Powers of whole numbers are computed exactly, so larger powers could fill the memory.
+"""
 RUNNER = """
 import sys, traceback
 # What was printed is not lost if the program is killed.
@@ -18,9 +21,12 @@ try:
 except BaseException as error:
     print(''.join(traceback.format_exception_only(error)), end='')
 """
-"""A program that runs the model's program, which comes on stdin, and prints its error."""
+"""Program that reads the model's program from stdin, runs it, and prints the error it raises."""
 LIMITS = Limits(test_seconds=5.0, total_seconds=8.0)
-"""Less than the default of ``reward.timeout_s``, which kills the worker and its environments."""
+"""Time limits of the model's program, below the default of ``reward.timeout_s``.
+
+A tool that exceeds ``reward.timeout_s`` costs the worker process, with all its environments.
+"""
 
 
 def calculator(expression: str) -> str:
@@ -33,12 +39,12 @@ def calculator(expression: str) -> str:
         The number.
     """
     value = evaluate(expression.strip(), OPERATORS)
-    # Python refuses to write a whole number of more than 4,300 digits.
+    # str() raises for a whole number of more than 4,300 digits, and the model reads the error.
     return f"{value:.15g}" if isinstance(value, float) else str(value)
 
 
 def _power(base: int | float, exponent: int | float) -> int | float:
-    """Return a power. ValueError if it is too large, or complex, which is no number to a model."""
+    """Return a power. Raises ValueError if the result is too large, or is a complex number."""
     if abs(exponent) > MAX_EXPONENT or abs(base) > MAX_BASE:
         raise ValueError("the power is too large")
     if base < 0 and exponent != int(exponent):

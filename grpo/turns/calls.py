@@ -1,4 +1,4 @@
-"""Calls of tools in the text that a model writes: one reader for each form of calls.
+"""Readers of tool calls in the text that a model writes: one reader for each form of calls.
 
 A reader gets the text of a turn after its thinking. The model may have written anything, so a
 reader never raises, and its time is linear in the length of the text.
@@ -10,23 +10,23 @@ from collections.abc import Sequence
 from typing import Any
 
 CALL_TAG = "tool_call"
-"""The tag around a call. Also the name of a call whose tool cannot be read."""
+"""Name of the tag around a call. A call without a readable tool name gets this name, too."""
 JSON_LITERALS = {"True": "true", "False": "false", "None": "null"}
 """Literals of Python -> literals of JSON."""
 
 Schemas = Sequence[dict[str, Any]]
 """The JSON schemas of tools, as ``transformers.utils.get_json_schema`` makes them."""
 Arguments = dict[str, Any] | str
-"""The arguments of a call; a text is an error message about arguments that cannot be read."""
+"""Name -> value of each argument of a call, or an error message if they cannot be read."""
 Call = tuple[str, Arguments]
-"""The name of a tool and its arguments."""
+"""Name of a tool, and the arguments of the call."""
 
 
 def read_tags(text: str, schemas: Schemas) -> list[Call]:
     """Read ``<tool_call>{"name": .., "arguments": {..}}</tool_call>`` (Hermes, Qwen2.5, Qwen3).
 
-    Also ``<NAME>..</NAME>``. It holds the argument of the tool NAME as plain text, or a JSON object
-    if the tool has several arguments.
+    Read ``<NAME>..</NAME>``, too, where NAME is the name of a tool. The content is the argument as
+    plain text if the tool has one argument, else a JSON object of the arguments.
     """
     parameters = _parameters_by_tool(schemas)
     # Only the names of tools are tags: other tags, such as <answer>, belong to the text.
@@ -48,7 +48,7 @@ def read_tags(text: str, schemas: Schemas) -> list[Call]:
 
 
 def read_json(text: str, schemas: Schemas) -> list[Call]:
-    """Read ``{"name": .., "parameters": {..}}`` as the whole turn (Llama 3.1 and 3.2)."""
+    """Read a turn that consists of ``{"name": .., "parameters": {..}}`` (Llama 3.1 and 3.2)."""
     text = text.strip().removeprefix("<|python_tag|>")
     call = _parse_json(text)
     # A turn without a call may be JSON as well: an answer to the user.
@@ -62,17 +62,18 @@ def read_json(text: str, schemas: Schemas) -> list[Call]:
 def read_xml(text: str, schemas: Schemas) -> list[Call]:
     """Read ``<function=NAME><parameter=ARGUMENT>..</parameter>..</function>`` (Qwen3-Coder).
 
-    ``<tool_call>`` and ``</tool_call>`` stand around it. Qwen3.5 and Nemotron 3 write it, too.
+    The call is inside ``<tool_call>..</tool_call>``. Qwen3.5 and Nemotron 3 write the same form.
     """
     parameters = _parameters_by_tool(schemas)
     calls = []
     for _, block in _blocks(text, f"<({CALL_TAG})>", "</{}>"):
         for name, body in _blocks(block, r"<function=([^<>\s]+)>", "</function>"):
-            # A name that no tool has stays a call, so that the model reads that there is no tool.
+            # An unknown name is a call, too: the model then reads that there is no such tool.
             tool_parameters = parameters.get(name, {})
             arguments = {}
             for argument, content in _blocks(body, r"<parameter=([^<>\s]+)>", "</parameter>"):
-                # The chat template writes one line break on each side. More belong to the value.
+                # The chat template writes one line break on each side. Any other line break belongs
+                # to the value.
                 content = content.removeprefix("\n").removesuffix("\n")
                 schema = tool_parameters.get(argument, {})
                 arguments[argument] = _argument_value(content, schema)
@@ -85,12 +86,18 @@ READERS = (
     read_json,
     read_xml,
 )
-"""A run has the first of these that reads calls as its chat template writes them, and also
-``read_tags``."""
+"""All readers, in the order in which a run tries them.
+
+A run uses the first reader that reads the calls of its chat template. In a turn without such calls,
+it uses ``read_tags``.
+"""
 
 
 def as_message(name: str, arguments: Arguments) -> dict[str, Any]:
-    """The entry of a message's ``tool_calls`` for a call, without arguments that cannot be read."""
+    """Return a call as an entry of ``tool_calls`` in a message.
+
+    The entry has no arguments if the arguments cannot be read.
+    """
     # Chat templates expect a mapping, and some raise for a text.
     if isinstance(arguments, str):
         arguments = {}
@@ -103,11 +110,11 @@ def _blocks(
     opening: str,
     closing: str,
 ) -> list[tuple[str, str]]:
-    """The name and the content of each block in a text.
+    """Return the name and the content of each block in a text.
 
     Args:
-        opening: a pattern of the text before a block. The pattern's group is the name.
-        closing: the text after a block, with {} for the name.
+        opening: pattern of the mark before a block. The group of the pattern is the name.
+        closing: text of the mark after a block, with {} for the name.
     """
     blocks = []
     end = 0
@@ -116,8 +123,8 @@ def _blocks(
         name = match[1]
         mark = closing.format(name)
         # The model may open many blocks and close none. A failed search for a closing mark reads
-        # the rest of the text, so each mark fails once, or the time would grow as the square of the
-        # length.
+        # the rest of the text. So a mark that was not found is not searched for again: the time
+        # would grow as the square of the length.
         if match.start() < end or mark in unclosed:
             continue
         mark_start = text.find(mark, match.end())
@@ -131,7 +138,7 @@ def _blocks(
 
 
 def _parameters_by_tool(schemas: Schemas) -> dict[str, dict[str, Any]]:
-    """Name of each tool -> the schemas of its arguments by name."""
+    """Return the schemas of all arguments: name of a tool -> name of an argument -> schema."""
     parameters = {}
     for schema in schemas:
         function = schema["function"]
@@ -140,11 +147,11 @@ def _parameters_by_tool(schemas: Schemas) -> dict[str, dict[str, Any]]:
 
 
 def _calls_in(value: Any) -> list[Call]:
-    """The calls in a result of :func:`_parse_json`: an object is one call, a list holds several."""
+    """Return the calls in a result of :func:`_parse_json`. A list has one call per item."""
     items = value if isinstance(value, list) else [value]
     calls = []
     for item in items:
-        # Without a name it still is a call: an attempt of the model, which is answered by an error.
+        # An item without a name is a call, too: the model tried to call, and reads an error.
         name = CALL_TAG
         arguments = item
         if isinstance(item, dict):
@@ -155,7 +162,10 @@ def _calls_in(value: Any) -> list[Call]:
 
 
 def _argument_value(text: str, schema: dict[str, Any]) -> Any:
-    """The value of an argument that is written alone: text for a string, else JSON if it is one."""
+    """Return the value of an argument that was written as plain text.
+
+    A string argument is the text. Any other argument is read as JSON if the text is JSON.
+    """
     if schema.get("type") == "string":
         return text
     # Qwen's chat templates write True, and its models also true.
@@ -167,7 +177,7 @@ def _argument_value(text: str, schema: dict[str, Any]) -> Any:
 
 
 def _as_arguments(value: Any) -> Arguments:
-    """The arguments in a result of :func:`_parse_json`, or an error message about them."""
+    """Return a result of :func:`_parse_json` as arguments, or an error message about the result."""
     if isinstance(value, dict):
         return value
     if isinstance(value, Exception):
@@ -176,7 +186,7 @@ def _as_arguments(value: Any) -> Arguments:
 
 
 def _parse_json(text: str) -> Any:
-    """The value of a JSON text, or the error if the text is not JSON."""
+    """Return the value of a JSON text, or the error if the text is not JSON."""
     try:
         return json.loads(text)
     # Python's parser recurses into nested lists, of which the model may write any number.

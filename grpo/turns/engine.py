@@ -1,16 +1,18 @@
-"""Plays conversations: an engine samples turns of the model, and tools or an environment answer.
+"""Play conversations: an engine samples turns of the model, and tools or an environment answer.
 
-:meth:`TurnsEngine.generate` has a :class:`Conversation` for each completion. The methods of a
-conversation run in the thread of its row's worker, in this order:
+:meth:`TurnsEngine.generate` makes a :class:`Conversation` for each completion. A completion is a
+row of the rollout, and each row belongs to a worker process. The methods of a conversation run in
+the thread of that worker, in this order:
 
-1. ``begin`` resets the environment, which may add to the prompt.
-2. ``reply`` gets each turn that the engine samples. The turn is read as a message and the calls in
-   it, and each call goes to the worker. In a reset/step environment the whole turn goes there, as
-   an action. The results become messages, whose tokens follow the turn and have no loss.
+1. ``begin`` resets the environment, which may add text to the prompt.
+2. ``reply`` gets each turn that the engine samples. It reads the tool calls in the turn, and sends
+   each call to the worker. For a reset/step environment, it sends the whole turn as an action. The
+   results become messages. Their tokens follow the turn, and have no loss.
 3. ``end`` asks for the environment's reward, and makes the record of the completion.
 
-A call that fails, or whose worker is killed, is a result that the model reads. If a reset, a step
-or ``get_reward`` fails, or a call finds that the environment is gone, the completion has no reward.
+If a call fails or its worker is killed, the model reads an error message as the result. If a reset,
+a step or ``get_reward`` fails, or if the environment is lost with its worker, the completion has no
+reward.
 """
 
 from __future__ import annotations
@@ -41,9 +43,9 @@ class Conversation:
     """One completion of a problem, its environment, and its turns so far.
 
     Args:
-        stops: makes the text of a turn from its tokens.
-        row: number in the rollout, which decides the worker and the environment.
-        seed_key: see :meth:`grpo.rollout.interface.Engine.generate`.
+        stops: decodes the tokens of a turn to text.
+        row: index of the completion in the rollout. It decides the worker and the environment.
+        seed_key: the key of :meth:`grpo.rollout.interface.Engine.generate` for random numbers.
     """
 
     def __init__(
@@ -64,30 +66,30 @@ class Conversation:
         self.max_length = sampling.max_completion_length
         self.environment = tools.environment
 
-        # The completions of a group share the seed of the reset, so that they begin equal. No
-        # completion has the number -1.
+        # The completions of a group share the seed of the reset, so that their environments begin
+        # equal. The -1 keeps it apart from the seeds of completions, which are numbered from 0.
         self.group_seed = derive_seed(*seed_key, problem.index, -1)
         if tools.environment_makes_prompts:
-            # Without a dataset, rows are seeds. The prompt of a chat is no such row.
+            # Without a dataset, a row holds a seed. The row of a chat's prompt holds no seed.
             self.group_seed = problem.columns.get("seed", self.group_seed)
         self.seed = derive_seed(*seed_key, problem.index, row % sampling.num_generations)
         self.num_seeds = 0
 
         self.ids: list[int] = []
-        """The tokens of all turns and answers."""
+        """The tokens of all turns of the model, and of the answers to these turns."""
         self.messages: list[Message] = []
         self.texts: list[str] = []
         """The texts of the model's turns."""
         self.rewards: list[float | None] = []
-        """The rewards of the turns, in a reset/step environment."""
+        """The rewards of the turns that a reset/step environment has answered."""
         self.calls: list[ToolCall] = []
         self.stop_reason = ""
-        """The reason why the completion ended; empty until then."""
+        """The reason why the completion has ended; empty before its end."""
         self.failure = ""
         """The reason why the environment has failed; empty if it works."""
 
     def begin(self) -> str | None:
-        """Reset the environment. Returns the text that it adds to the prompt."""
+        """Reset the environment. Returns the text that the reset adds to the prompt, or None."""
         if self.environment is None:
             return None
         columns = {"prompt": self.problem.prompt} | self.problem.columns
@@ -96,7 +98,7 @@ class Conversation:
     def reply(self, turn: Sequence[int]) -> list[int] | None:
         """Return the tokens that follow a turn, or None if the completion ends with the turn.
 
-        See :data:`grpo.rollout.interface.Replies`.
+        The engine calls this method through :data:`grpo.rollout.interface.Replies`.
         """
         calls = self._add_turn(turn)
         # After a failed reset the model still samples one turn, which no environment gets.
@@ -110,7 +112,7 @@ class Conversation:
         elif not calls:
             self.stop_reason = "stop"
         if len(self.texts) == rollout.max_turns:
-            # No turn would read the results of the calls, so they are not made.
+            # No turn would read the results of the calls, so the calls are not made.
             self.stop_reason = self.stop_reason or "max_turns"
         if not self.stop_reason:
             answers += [self._call(*call) for call in calls]
@@ -165,7 +167,7 @@ class Conversation:
         )
 
     def _environment_reward(self) -> float | None:
-        """The reward that the environment gives itself; None if it gives none."""
+        """Return the reward that the environment gives to the completion, or None."""
         if not self.tools.is_stepped:
             return self._ask(ENVIRONMENT_KEY, "get_reward", self._next_seed()).value
         rewards = [reward for reward in self.rewards if reward is not None]
@@ -197,7 +199,7 @@ class Conversation:
     def _call(self, name: str, arguments: Arguments) -> Message:
         """Call a tool. Returns the message of its result."""
         key = self.tools.key_of_tool.get(name)
-        if isinstance(arguments, str):  # the reason why they cannot be read
+        if isinstance(arguments, str):  # an error message, as they cannot be read
             answer = Answer("error", message=arguments)
         elif key is None:
             answer = Answer("error", message=f"Tool {name} not found.")
@@ -205,14 +207,15 @@ class Conversation:
             answer = self._ask(key, "call", name, arguments, self._next_seed())
         error = as_text(answer.message)
         self.calls.append(ToolCall(name, error))
-        # The form in which TRL writes errors.
+        # TRL writes errors in the same form.
         content = {"error": error} if error else answer.value
         return {"role": "tool", "name": name, "content": str(content)}
 
     def _ask(self, key: str, method: str, *arguments: Any) -> Answer:
-        """Call a method of :mod:`grpo.turns.sessions` in the worker, and note its failure.
+        """Call a method of a tool or an environment in the worker (:mod:`grpo.turns.sessions`).
 
-        Returns an answer with a value, or with an error message for the model.
+        Returns an answer with a value, or with an error message for the model. If the environment
+        fails, ``self.failure`` is set.
         """
         limit_s = self.tools.config.reward.timeout_s
         request = Request(key, method, (self.row, *arguments))
@@ -222,14 +225,14 @@ class Conversation:
 
         # An exception may have no text, and an error without a message would look like a result.
         message = answer.message or answer.error
-        # A tool that fails costs its call alone, unless the environment was in a worker that is
-        # lost.
+        # After a failed tool call, the conversation goes on, unless the worker is lost and the
+        # environment with it.
         is_lost = answer.is_worker_lost or isinstance(answer.value, UserError)
         if method != "call" or (self.environment and is_lost):
-            # The failure is for the user, with the line where the user's code was called.
+            # The user reads this text, so it names the line where the user's code was called.
             place = "".join(re.findall(r'File ".+", line \d+', answer.trace)[:1])
             self.failure = f"{method}: {answer.error or message} {place}".rstrip()
-        # The model reads about the tool alone, and nothing about worker processes.
+        # The model reads a message about the tool that does not mention worker processes.
         if answer.status == "timeout":
             message = f"no result within {limit_s:g} seconds"
         elif answer.status == "died":
@@ -237,7 +240,7 @@ class Conversation:
         return Answer("error", message=message)
 
     def _next_seed(self) -> int:
-        # Each call has random numbers of its own, which a continued run repeats.
+        # Each call has its own seed. A continued run repeats the seeds.
         self.num_seeds += 1
         return derive_seed(self.seed, "tool", self.num_seeds)
 
@@ -248,17 +251,18 @@ def add_to_prompt(
     tokenizer: Any,
     check_fits_context: Callable[[int, int], None] | None = None,
 ) -> None:
-    """Add the text that the resets of a group returned to the group's prompt.
+    """Extend the prompt of a group by the text that the resets of its environments returned.
 
-    If the prompt becomes too long, all conversations of the group fail, and sample from the prompt
-    of their row.
+    If the prompt becomes too long, all conversations of the group fail. Their turns are then
+    sampled after the prompt of the dataset.
 
     Args:
-        additions: what :meth:`Conversation.begin` returned for each row of the rollout.
-        check_fits_context: see :meth:`grpo.model.Policy.check_fits_context`.
+        additions: the result of :meth:`Conversation.begin` for each row of the rollout.
+        check_fits_context: raises if a prompt is too long for the model's context. Default: no
+            check.
 
     Raises:
-        UserError: if the resets returned different texts, or there is no prompt at all.
+        UserError: if the resets returned different texts, or if there is no prompt at all.
     """
     tools = group[0].tools
     problem = group[0].problem
@@ -268,7 +272,7 @@ def add_to_prompt(
     if not group_additions:  # all resets have failed
         return
     addition = group_additions[0]
-    # A group's advantages compare completions of one prompt.
+    # The advantages of a group compare completions of the same prompt.
     if any(other != addition for other in group_additions):
         raise UserError(
             "reset() gave the completions of one problem different prompts: draw from "
@@ -302,11 +306,11 @@ def add_to_prompt(
 
 
 class TurnsEngine:
-    """An engine (:class:`grpo.rollout.interface.Engine`) of conversations with tools.
+    """Engine (:class:`grpo.rollout.interface.Engine`) that samples conversations with tools.
 
     Args:
         engine: samples the turns of the model.
-        warn: gets each line for the user: notes of :meth:`check`, and failures in a rollout.
+        warn: shows a line to the user. The lines are notes of :meth:`check`, and failures.
         num_ranks: number of ranks that share the prompts of a step.
     """
 
@@ -321,7 +325,7 @@ class TurnsEngine:
         self.engine = engine
         self.tools = tools
         self.warn = warn
-        # Tools need no GPU memory and no weights, so these are the engine's.
+        # Tools use no GPU memory and no weights, so these attributes are those of the engine.
         self.policy = engine.policy
         self.uses_collectives = engine.uses_collectives
         self.weights = engine.weights
@@ -334,23 +338,25 @@ class TurnsEngine:
         )
         self.rows_per_call = ROWS_PER_CALL
         if tools.environment:
-            # An evaluation then needs no more environments than a step, and so no more sessions of
-            # a server.
+            # An evaluation then needs no more environments than a training step, and so no more
+            # sessions on a server.
             rollout = config.rollout
             num_problems = rollout.prompts_per_step // num_ranks
             self.rows_per_call = num_problems * rollout.num_generations
         self._reported_tools: set[str] = set()
-        """The names of tools that a warning has been printed about."""
+        """Names of the tools about which the user has been warned."""
 
     def check(self) -> None:
-        """Check that the chat template can render the turns of the run. Prints notes.
+        """Check that the chat template can render the turns of the run.
+
+        Notes of the check, for example that the template does not show the tools, go to ``warn``.
 
         Raises:
-            ValueError: if it cannot.
+            ValueError: if the template cannot render the turns.
         """
         tools = self.tools
         notes = self.turn_format.check(uses_tools=not tools.is_stepped, schemas=tools.schemas)
-        # The tiny model has learned its calls in a warm start, so its template shows no tools.
+        # The built-in tiny model learned its calls in a warm start, so its template shows no tools.
         if not is_tiny_tokenizer(self.policy.tokenizer):
             for note in notes:
                 self.warn(note)
@@ -367,10 +373,10 @@ class TurnsEngine:
         seed_key: tuple[int, str, int],
         on_tokens: Callable[[int], None] | None = None,
     ) -> list[Group]:
-        """See :meth:`grpo.rollout.interface.Engine.generate`; the completions are
-        :class:`MultiTurnCompletion`.
+        """Sample groups of :class:`MultiTurnCompletion` for some problems.
 
-        The environments of these completions live until the next call.
+        The arguments are those of :meth:`grpo.rollout.interface.Engine.generate`. The environments
+        of the completions live until the next call of this method.
 
         Raises:
             UserError: if the environments of a group begin with different prompts.
@@ -429,7 +435,7 @@ class TurnsEngine:
                 f"warning: the environments of {len(failures)} completions have failed, "
                 f"first with {failures[0]}"
             )
-        # Once per run for each tool, since a tool that cannot work fails in each step.
+        # The warning comes once per run for each tool, since a broken tool fails in each step.
         calls = [call for conversation in conversations for call in conversation.calls]
         for name in self.tools.key_of_tool:
             errors = [call.error for call in calls if call.name == name]

@@ -1,9 +1,9 @@
-"""The form of turns in tokens: calls read from what the model wrote, and the tokens of an answer.
+"""Turns as text and as tokens: read the calls in a turn, and encode the answer to the turn.
 
-Sampled tokens are never encoded again: the text might be split into other tokens, which the model
-did not sample. So only the answers of tools and environments are encoded. Their text comes from the
-chat template: it renders a short conversation without and with the answers, and the difference is
-the text that follows the model's turn.
+The text of a turn is never encoded again: it might be split into other tokens, which the model did
+not sample. Only the answers of tools and environments are encoded. The text of an answer comes from
+the chat template. The template renders a short conversation without and with the answer, and the
+difference is the text that follows the model's turn.
 """
 
 import re
@@ -20,19 +20,19 @@ from grpo.system import first_line
 from grpo.turns.calls import READERS, Call, Schemas, as_message, read_tags
 
 QUESTION = {"role": "user", "content": "x"}
-"""The first message of the short conversation."""
+"""First message of the short conversation with which the text of an answer is rendered."""
 THINKING = "<think>\nx\n</think>\n\n"
-"""The thinking of the model's turn in the short conversation."""
+"""Thinking at the start of the model's turn in the short conversation."""
 TURN_TEXT = "said."
-"""The model's turn in the short conversation, after its thinking, and each argument of its call."""
+"""Text of the model's turn in the short conversation, and value of each argument of its call."""
 SPLIT_MARK = "\ue000"
-"""A character without a meaning, at which the text of an answer is split before it is encoded."""
+"""Character without a meaning. The text of an answer is split at it before the text is encoded."""
 
 Message = dict[str, Any]
 
 
 class TurnFormat:
-    """Reads and writes turns for one tokenizer. Several threads may call its methods.
+    """Reader and writer of turns for one tokenizer. Several threads may call the methods.
 
     Args:
         eos_ids: every token that ends a turn.
@@ -58,10 +58,10 @@ class TurnFormat:
             template_kwargs=template_kwargs,
         )
 
-        # Some tokenizers have added tokens of white space, which control nothing.
+        # Some tokenizers have added tokens of white space, which are no control tokens.
         added = {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}
         control_tokens = [token for token in added if token.startswith(("<", "["))]
-        # Longest first: one control token may be the beginning of another.
+        # Longest first: one control token may be a prefix of another.
         self._control_tokens = sorted(control_tokens, key=len, reverse=True)
         # Tokenizers written in Rust raise if two threads use them at the same time.
         self._lock = threading.Lock()
@@ -70,9 +70,9 @@ class TurnFormat:
         """Check the chat template, and choose the reader of calls. Returns notes for the user.
 
         Raises:
-            ValueError: if the template cannot render the turns of the run, or changes earlier turns
-                when an answer follows: their tokens stay as they are. Also if the template shows
-                the tools, and no reader reads the calls that it writes.
+            ValueError: if the template cannot render the turns of the run. Also if it changes
+                earlier turns when an answer follows, since sampled tokens cannot change. Also if
+                it shows the tools, and no reader can read the calls that it writes.
         """
         role = "tool" if uses_tools else "user"
         # A turn may have several calls.
@@ -96,8 +96,8 @@ class TurnFormat:
         can_read = not self._is_auto or self._find_reader(schemas)
         with_tools = self._render([QUESTION], schemas=schemas)
         if with_tools != self._render([QUESTION]):
-            # The model would write calls in the form that the template shows, and none would be
-            # made.
+            # The model would write calls in the form that the template shows, and no call would be
+            # read.
             if not can_read:
                 raise ValueError(
                     "the model's chat template shows the tools, and no reader reads the calls that "
@@ -110,17 +110,17 @@ class TurnFormat:
         return []
 
     def _find_reader(self, schemas: Schemas) -> bool:
-        """Find the reader of the calls that the chat template writes. False if there is none."""
+        """Find a reader that reads the calls of the chat template. Returns False without one."""
         for reader in READERS:
             self._read_calls = reader
             if self._reads_template(schemas):
                 return True
-        # The two forms of tags are read in any case: the system prompt may ask for them.
+        # Calls in tags are read in any case, since the system prompt may ask for tags.
         self._read_calls = read_tags
         return False
 
     def _reads_template(self, schemas: Schemas) -> bool:
-        """True if a call of each tool, written by the chat template, is read as the same call."""
+        """True if the reader reads a call of each tool back from the text of the chat template."""
         eos_pattern = "|".join(map(re.escape, self._eos_tokens))
         plain_turn = {"role": "assistant", "content": TURN_TEXT}
         render = partial(self._render, schemas=schemas, begins_next_turn=False)
@@ -134,8 +134,8 @@ class TurnFormat:
             except Exception:  # a chat template is a program that comes with the model
                 return False
 
-            # A template may begin a turn with a call in another way than one without, so the turn
-            # begins where the two texts differ.
+            # A template may begin a turn with a call in another way than a turn without a call. So
+            # the turn begins where the two texts differ.
             while not with_call.startswith(before_turn):
                 before_turn = before_turn[:-1]
             turn = with_call.removeprefix(before_turn)
@@ -146,7 +146,7 @@ class TurnFormat:
         return True
 
     def _turn(self, content: str, call: Call) -> Message:
-        """The message of a turn of the model with a call."""
+        """Return a message of the model that has a text and one tool call."""
         tool_calls = [as_message(*call)]
         return {"role": "assistant", "content": content, "tool_calls": tool_calls}
 
@@ -155,11 +155,11 @@ class TurnFormat:
             return self.tokenizer.encode(text, add_special_tokens=False)
 
     def read(self, text: str, schemas: Schemas) -> tuple[Message, list[Call]]:
-        """The message of a turn, and the calls in it.
+        """Return the message of a turn, and the tool calls in the turn.
 
         Args:
-            text: the turn as :meth:`grpo.rollout.Stops.text` gives it.
-            schemas: the tools that the turn may call. Without tools, no calls are read.
+            text: the text of the turn, from :meth:`grpo.rollout.Stops.text`.
+            schemas: schemas of the tools that the turn may call. Without tools, no calls are read.
         """
         message = {"role": "assistant", "content": text}
         if not schemas:
@@ -172,7 +172,7 @@ class TurnFormat:
         return message, calls
 
     def truncate(self, text: str, max_tokens: int) -> str:
-        """The text, or its first ``max_tokens`` tokens and three dots."""
+        """Return a text, cut to its first ``max_tokens`` tokens and three dots if it is longer."""
         ids = self._encode(text)
         if len(ids) <= max_tokens:
             return text
@@ -185,19 +185,19 @@ class TurnFormat:
         last_id: int,
         room: int,
     ) -> list[int] | None:
-        """The tokens of an answer and of the beginning of the model's next turn.
+        """Return the tokens of an answer, and of the text that begins the model's next turn.
 
-        None unless they are fewer than ``room``: the model needs one token more for its turn.
+        Return None if these tokens would leave no room for a token of the next turn.
 
         Args:
             messages: results of tools, or a message of the user.
-            last_id: the last token of the turn before. If a stop string ended that turn, and no EOS
-                token, the EOS token with which the chat template ends turns comes first.
+            last_id: the last token of the turn that is answered. If it is no EOS token, the result
+                begins with the EOS token with which the chat template ends turns.
             room: number of tokens that the completion may still have.
         """
-        # Control tokens inside a result must become text, or a tool could end the turn and begin
-        # another: so the text of each is encoded in two parts. Those that the template writes
-        # around a result stay control tokens.
+        # A control token in a result must become plain text, or a tool could end the turn and begin
+        # another. So the text of the control token is encoded in two parts. Control tokens that the
+        # template writes around a result stay control tokens.
         answers = []
         for message in messages:
             content = message["content"]
@@ -215,28 +215,28 @@ class TurnFormat:
         return ids
 
     def _suffix(self, answers: list[Message], num_earlier: int = 0) -> tuple[str, int]:
-        """The chat template's text behind a turn: its answers, and the start of the next turn.
+        """Return the text that the chat template writes after a turn, and the turn's EOS token.
 
-        The second value is the id of the token that ends the turn.
+        The text contains the answers, and the start of the next turn. The EOS token is an id.
 
         Args:
-            num_earlier: number of turns with the same answers before this one.
+            num_earlier: number of turns, with the same answers, before the turn.
 
         Raises:
             ValueError: if the template ends no turn with an EOS token, or changes earlier turns.
         """
         templates = self.tokenizer.chat_template
         # Some templates drop the thinking of earlier turns. This turn has thinking, so that the
-        # comparison below notices.
+        # comparison below detects such a template.
         text = TURN_TEXT
         if "<think>" in str(templates):
             text = THINKING + TURN_TEXT
         turn = {"role": "assistant", "content": text}
         template_name = None
         if answers[0]["role"] == "tool":
-            # Some templates render a result only behind its call.
+            # Some templates render a result only after the call that it answers.
             turn = self._turn(text, (answers[0]["name"], {"x": TURN_TEXT}))
-            # Of several templates, prompts with tools are rendered in this one, so results are too.
+            # A tokenizer may have several templates. This one renders prompts with tools.
             if isinstance(templates, dict) and "tool_use" in templates:
                 template_name = "tool_use"
 
@@ -244,8 +244,8 @@ class TurnFormat:
         before = self._render(messages, begins_next_turn=False, name=template_name)
         after = self._render([*messages, *answers], name=template_name)
 
-        # The model's EOS tokens may stand for other things than the end of a turn, such as the end
-        # of a document. The last one behind the turn's text is the one that ends turns.
+        # Some of the model's EOS tokens may end other things than turns, such as documents. The
+        # last EOS token after the turn's text is the token that ends turns.
         eos_at_end = {}
         text_start = before.rfind(TURN_TEXT)
         for eos_id, token in zip(self.eos_ids, self._eos_tokens, strict=True):

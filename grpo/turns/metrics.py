@@ -1,4 +1,4 @@
-"""The metrics of a step with turns."""
+"""Metrics of a step whose completions have several turns."""
 
 from collections.abc import Iterable, Sequence
 
@@ -31,7 +31,8 @@ def add_turns(
             num_turns += completion.num_turns
             stop_reasons.append(completion.stop_reason)
             calls += completion.calls
-    # Answers of tools and environments included: completions/mean_length counts the model's tokens.
+    # The total length includes the answers of tools and environments. completions/mean_length
+    # counts the tokens that the model wrote.
     metrics.add("completions/total_length", num_tokens, count)
     metrics.add("turns/mean", num_turns, count)
     # The metrics are summed over the ranks, so each rank adds the same names: also those of stop

@@ -1,9 +1,12 @@
-"""Tools and environments in the worker process that runs them. Imports no torch unless a tool does.
+"""Tools and environments in the worker process that runs them.
 
-An environment never leaves its process. A slot is a row of the rollout: its environment is
-constructed once, and reset for each completion that gets the row, as in TRL. So a client of a
-server holds one session, however many steps the run has. If the process is killed, its environments
-are gone, and their calls fail until the next reset.
+An environment never leaves its process. It has a slot, which is the index of its row in the
+rollout. The environment of a slot is constructed once, and reset for each completion in that row,
+as in TRL. So an environment that connects to a server keeps one session, however many steps the run
+has. If the process is killed, its environments are lost. Calls of a lost environment fail until the
+next reset.
+
+This module imports no torch unless a tool does.
 """
 
 import asyncio
@@ -21,26 +24,26 @@ from grpo.turns.builtin import TOOLS
 from grpo.workers import convert_result
 
 MAX_RESULT_LENGTH = 2**18
-"""Maximum number of characters of a tool's result that are sent to the trainer."""
+"""Largest number of characters of a tool's result that are sent to the trainer."""
 NOT_TOOLS = ("reset", "get_reward", "close")
 """Public methods of an environment that the model cannot call."""
 
 
 @dataclass(frozen=True)
 class Description:
-    """A tool or an environment as the trainer knows it, which does not import the user's code."""
+    """Facts that the trainer needs about a tool or an environment, since it cannot import them."""
 
     name: str
     """The name of the function or of the class."""
     tools: dict[str, dict[str, Any]]
-    """Name that the model calls -> JSON schema. Of a tool there is one, of an environment one for
-    each method that is a tool."""
+    """Name that the model calls -> JSON schema. A tool has one entry. An environment has one entry
+    for each method that is a tool."""
     source_files: dict[str, str]
-    """Name for messages -> path."""
+    """Name of a file in messages -> its path."""
     is_stepped: bool = False
     """True for a reset/step environment, where a whole turn of the model is an action."""
     has_reward: bool = False
-    """True if the environment gives a reward itself."""
+    """True if the environment gives a reward."""
 
 
 class LoadedTool:
@@ -49,7 +52,7 @@ class LoadedTool:
     Args:
         spec: the name of the tool in the configuration.
         args: arguments from the configuration, which the model cannot choose.
-        function: the function that a program passed. Default: the one that ``spec`` names.
+        function: the function that a program passed. Default: the function that ``spec`` names.
     """
 
     def __init__(
@@ -64,7 +67,7 @@ class LoadedTool:
         self._function = function or load_named("tool", spec, TOOLS)
 
     def describe(self) -> Description:
-        """Return the tool's schema. This imports transformers."""
+        """Return the description of the tool, with its schema. This imports transformers."""
         return Description(
             self._function.__name__,
             _schema(self._function, self._args),
@@ -78,13 +81,13 @@ class LoadedTool:
         arguments: dict[str, Any],
         seed: int,
     ) -> Any:
-        """Return the result as the model reads it.
+        """Call the tool. Returns the result as text for the model.
 
         Args:
-            slot: the row that calls. A tool has no state of a row, so the slot is not used.
+            slot: row of the rollout. It is not used, since a tool keeps no state for a row.
         """
         set_seed(seed)
-        # Python refuses an argument that is given twice: the model cannot choose one of `args`.
+        # Python raises if an argument is given twice, so the model cannot change one of `args`.
         result = self._function(**arguments, **self._args)
         return convert_result(result, as_text)
 
@@ -94,7 +97,8 @@ class LoadedEnvironment:
 
     Args:
         spec: the name of the environment in the configuration.
-        factory: the class or function that a program passed. Default: the one that ``spec`` names.
+        factory: the class or function that a program passed. Default: the class or function that
+            ``spec`` names.
     """
 
     def __init__(
@@ -108,11 +112,11 @@ class LoadedEnvironment:
         self.slots: dict[int, Any] = {}
         """Row of the rollout -> its environment."""
         self._to_close: list[Any] = []
-        """All environments, also those whose reset has failed."""
+        """All environments that were constructed, also environments whose reset has failed."""
 
     def describe(self) -> Description:
         """Construct an environment, and describe it. This imports transformers."""
-        # A function may make the environment, so its class is known only from an object.
+        # The factory may be a function, so the class is known only from an environment.
         environment = self._factory()
         self.slots[0] = environment
         self._to_close.append(environment)
@@ -140,12 +144,12 @@ class LoadedEnvironment:
         Args:
             row: the columns of a row of the dataset, and its prompt.
         """
-        # The environment returns to its slot if the reset succeeds. Otherwise it may be broken, and
-        # the next reset makes a new one.
+        # The environment returns to its slot if the reset succeeds. After a failed reset it may be
+        # broken, so the next reset constructs a new environment.
         environment = self.slots.pop(slot, None)
         if environment is None:
-            # A constructor may draw random numbers, too. All get the same seed, since the number of
-            # ranks decides how many environments are constructed here.
+            # A constructor may draw random numbers, too. All constructors get the same seed, since
+            # the number of ranks decides how many environments are constructed here.
             set_seed(0)
             environment = self._factory()
             self._to_close.append(environment)
@@ -181,7 +185,7 @@ class LoadedEnvironment:
         arguments: dict[str, Any],
         seed: int,
     ) -> Any:
-        """Call a method as a tool. Returns the result as the model reads it."""
+        """Call a method of an environment as a tool. Returns the result as text for the model."""
         method = getattr(self._environment(slot), name)
         set_seed(seed)
         return convert_result(method(**arguments), as_text)
@@ -196,7 +200,7 @@ class LoadedEnvironment:
         return convert_result(environment.step(action), _step_result)
 
     def get_reward(self, slot: int, seed: int) -> Any:
-        """Return the reward that the environment gives itself, or None."""
+        """Return the reward that the environment gives for its conversation, or None."""
         environment = self._environment(slot)
         set_seed(seed)
         return convert_result(environment.get_reward(), as_reward)
@@ -205,12 +209,13 @@ class LoadedEnvironment:
         """Close every environment that has ``close``."""
         closing = []
         for environment in self._to_close:
-            # This is the user's code: an error must not keep the others open.
+            # This is the user's code. Its error must not keep the other environments open.
             with contextlib.suppress(Exception, SystemExit):
                 closed = environment.close()
                 if inspect.isawaitable(closed):
                     closing.append(closed)
-        # Together: the trainer waits only a few seconds before it kills this process.
+        # Async methods run at the same time, since the trainer waits only a few seconds before it
+        # kills this process.
         await asyncio.gather(*closing, return_exceptions=True)
 
     def _environment(self, slot: int) -> Any:
@@ -220,14 +225,14 @@ class LoadedEnvironment:
 
 
 def load_named(kind: str, spec: str, builtin: Mapping[str, Any]) -> Any:
-    """Return the function or class of a name.
+    """Return the tool or environment that a name stands for: a function or a class.
 
     Args:
         kind: "tool" or "environment", for messages.
         spec: a key of ``builtin``, ``package.module:name`` or ``path/to/file.py:name``.
 
     Raises:
-        ValueError: if there is none.
+        ValueError: if there is no function or class of that name.
     """
     if spec in builtin:
         return builtin[spec]
@@ -238,7 +243,7 @@ def load_named(kind: str, spec: str, builtin: Mapping[str, Any]) -> Any:
 
 
 def set_seed(seed: int) -> None:
-    """Seed the global generators, so that a tool that draws from them repeats its result."""
+    """Seed the global random generators, so that a tool that draws from them repeats its result."""
     # numpy is imported here even if no tool has imported it yet: a tool may do so later, and would
     # then draw from an unseeded generator.
     import numpy
@@ -250,8 +255,8 @@ def set_seed(seed: int) -> None:
 def _is_stepped(environment: Any) -> bool:
     """True for a reset/step environment.
 
-    An environment of TRL's form may have a tool called ``step``, too, which is annotated as
-    returning text.
+    An environment in TRL's form may have a tool called ``step``, too. The return annotation of the
+    tool is ``str``.
     """
     step = getattr(environment, "step", None)
     if not callable(step):
@@ -265,9 +270,9 @@ def _schema(
     function: Callable[..., Any],
     fixed_arguments: Mapping[str, Any],
 ) -> dict[str, dict[str, Any]]:
-    """The name and the schema of a tool.
+    """Return the schema of a tool: name of the tool -> schema.
 
-    The schema lacks the fixed arguments: the model cannot choose them, and need not know of them.
+    The schema lacks the fixed arguments, since the model cannot choose them.
     """
     from transformers.utils import get_json_schema
 
@@ -282,7 +287,7 @@ def _schema(
 
 
 def _step_result(returned: Any) -> tuple[str, float | None, bool]:
-    """The observation, the reward, and True at the end, from what ``step`` returned."""
+    """Return the observation, the reward, and True at the end, from a result of ``step``."""
     if isinstance(returned, tuple):  # Gymnasium
         observation, reward, terminated, truncated, _ = returned
         is_done = terminated or truncated
@@ -290,7 +295,7 @@ def _step_result(returned: Any) -> tuple[str, float | None, bool]:
         observation = returned.observation
         reward = returned.reward
         is_done = returned.done
-    # Without an observation the next turn begins all the same.
+    # Without an observation, the model's next turn follows an empty text.
     text = "" if observation is None else _as_observation(observation)
     if reward is not None:
         reward = float(reward)
@@ -298,9 +303,9 @@ def _step_result(returned: Any) -> tuple[str, float | None, bool]:
 
 
 def _as_observation(value: Any) -> str:
-    """An observation as text.
+    """Return an observation as text.
 
-    TypeError for a list: it holds messages, whose roles would be lost in the text of the list.
+    Raises TypeError for a list: it holds messages, and the text of the list would lose their roles.
     """
     if isinstance(value, list):
         raise TypeError("an observation is a list: expected text")
@@ -308,14 +313,14 @@ def _as_observation(value: Any) -> str:
 
 
 def as_text(value: Any) -> str:
-    """The text of a result, as the model reads it."""
-    # Broken Unicode, such as half of a surrogate pair, becomes question marks: no tokenizer takes
-    # it.
+    """Return a result as text for the model."""
+    # Broken Unicode, such as half of a surrogate pair, becomes question marks, since no tokenizer
+    # accepts broken Unicode.
     text = str(value)[:MAX_RESULT_LENGTH]
     return text.encode("utf-8", "replace").decode()
 
 
 def as_reward(value: Any) -> float | None:
-    """A reward as a float, or None for None, NaN and infinity: the completion has no reward."""
+    """Return a reward as a float. None, NaN and infinity give None, which means no reward."""
     number = math.nan if value is None else float(value)
     return number if math.isfinite(number) else None

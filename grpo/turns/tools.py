@@ -30,7 +30,7 @@ class Tools:
 
     Args:
         objects: name in the configuration -> the Python object that a program passed instead of a
-            name. Default: none.
+            name. Default: no objects.
     """
 
     def __init__(self, config: Config, objects: Mapping[str, Any] | None = None):
@@ -43,13 +43,13 @@ class Tools:
         self.is_stepped = False
         """True for a reset/step environment, where a whole turn of the model is an action."""
         self.key_of_tool: dict[str, str] = {}
-        """Name of a tool -> key of the object in the workers that runs the tool."""
+        """Name of a tool -> key of the object in the worker processes that runs the tool."""
         self.schemas: list[dict[str, Any]] = []
         """The JSON schemas of all tools, as chat templates take them."""
         self.source_files: dict[str, str] = {}
-        """Name for messages -> path, of each file that defines tools or the environment."""
+        """Name in messages -> path of each file that defines a tool or the environment."""
         self._rows_per_worker = 1
-        """Number of consecutive rows of a rollout that share a worker."""
+        """Number of neighbouring rows of a rollout that belong to the same worker."""
 
     def load(self) -> Tools:
         """Load all tools and the environment in one worker, so that mistakes show at the start.
@@ -57,7 +57,8 @@ class Tools:
         Returns this object.
 
         Raises:
-            ValueError: if one cannot be loaded, or they do not go together.
+            ValueError: if a tool or the environment cannot be loaded, or if the environment cannot
+                be combined with tools.
         """
         for tool in self.config.tools:
             key = f"tool {tool.name!r}"
@@ -76,8 +77,8 @@ class Tools:
                     "a reset/step environment takes whole turns as actions, so it cannot stand "
                     "beside tools"
                 )
-        # The first worker has imported transformers for the schemas. No call needs it, and it would
-        # take memory for the whole run.
+        # The first worker has imported transformers for the schemas. No call needs transformers,
+        # which would take memory for the whole run.
         self.close()
         return self
 
@@ -107,11 +108,14 @@ class Tools:
         return description
 
     def schemas_of(self, columns: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """The schemas of the tools that the prompt of a row shows: the same for every row."""
+        """Return the schemas of the tools that the prompt of a row shows.
+
+        The schemas are the same for every row.
+        """
         return self.schemas
 
     def reward_specs(self, functions: Sequence[Any]) -> list[Any]:
-        """The reward functions of a run, among them the environment's reward, if it has one.
+        """Return the reward functions of a run, with the environment's reward if there is one.
 
         Raises:
             ValueError: if there is no reward at all.
@@ -131,14 +135,15 @@ class Tools:
     def keep_groups_together(self) -> None:
         """Give all rows of a group the same worker.
 
-        A reward function that takes ``environments`` can then compare those of a group.
+        A reward function that takes ``environments`` can then compare the environments of a group.
         """
-        # Groups of evaluations may have another size, and no group may cross a boundary.
+        # The groups of an evaluation may have another size. A worker gets a multiple of both sizes,
+        # so that no group is split between two workers.
         rollout = self.config.rollout
         self._rows_per_worker = math.lcm(rollout.num_generations, self.config.eval.num_samples)
 
     def worker_of(self, row: int) -> Worker:
-        """The worker that makes the calls of a row of the rollout."""
+        """Return the worker that makes the calls of a row of the rollout."""
         workers = self.pool.workers
         # Neighbouring rows go to different workers, so that a few rows keep all workers busy.
         return workers[row // self._rows_per_worker % len(workers)]
@@ -148,5 +153,5 @@ class Tools:
         return self.worker_of(row).submit(job, *arguments)
 
     def close(self) -> None:
-        """Close the environments and kill the workers. A later call starts new workers."""
+        """Close the environments and kill the workers. A later tool call starts new workers."""
         self.pool.close(Request(ENVIRONMENT_KEY, "close"))
