@@ -1,9 +1,9 @@
 """Compare two models on the same problems: python examples/compare_checkpoints.py [FOLDER FOLDER]
 
 Each accuracy is printed with its 95% interval. The difference of the accuracies has an interval,
-too. It is computed from the differences for single problems, since both models answer the same
-problems. So it is narrower than the two separate intervals suggest. Without folders, a short run
-makes the two checkpoints.
+too. Both models answer the same problems, so this interval is computed from the difference for each
+problem. It is narrower than the two separate intervals suggest. Without folders, a short run makes
+the two checkpoints.
 """
 
 import sys

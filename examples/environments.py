@@ -33,7 +33,7 @@ class Sudoku:
 
 
 class GuessTheNumber:
-    """A game of TextArena for one player. ``-raw`` in its id leaves out TextArena's wrappers.
+    """A game of TextArena for one player. ``-raw`` in the id leaves out TextArena's wrappers.
 
     The wrappers would repeat the whole conversation in each observation, and keep it after a reset.
     """
@@ -156,7 +156,10 @@ class OpenEnvGame:
 
 
 class Gsm8k:
-    """A problem of GSM8K in Aviary. Its tools are methods here. The first answer ends the problem."""
+    """A problem of GSM8K in Aviary. The methods call Aviary's tools.
+
+    The first answer ends the problem.
+    """
 
     async def reset(self, prompt, answer, **row):
         from aviary.envs.gsm8k import CalculatorEnv

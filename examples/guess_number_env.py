@@ -41,7 +41,7 @@ class GuessNumber:
         return "higher" if self._secret > number else "lower"
 
     def get_reward(self) -> float:
-        """Return the reward of a conversation that has ended. It is called once."""
+        """Return the reward. The trainer calls this method once, at the end of the conversation."""
         if not self._solved:
             return 0.0
         return 1.0 - 0.05 * (self._num_guesses - 1)

@@ -23,7 +23,7 @@ for _ in range(NUM_ROWS):
 def right_and_short(completions, answer, **columns):
     """Score 1 for the right answer in its tag, less 0.005 for each character of the completion.
 
-    Returns one number for each completion. A reward may return None for a completion without score.
+    Returns one number for each completion. A reward may return None, which means no score.
     """
     rewards = []
     for text, right in zip(completions, answer, strict=True):

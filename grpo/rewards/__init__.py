@@ -2,8 +2,8 @@
 
 ``runner.py`` scores a batch: it sends requests to worker processes. ``calls.py`` answers the
 requests in a worker process. ``functions.py`` loads a function by its name. ``builtin.py``,
-``answers.py`` and ``code.py`` are the built-in rewards. ``scores.py`` turns the trainer's groups
-into a batch. ``docs/rewards.md`` is the page for users.
+``answers.py`` and ``code.py`` are the built-in rewards. ``scores.py`` passes the trainer's groups
+of completions to ``runner.py``. ``docs/rewards.md`` is the page for users.
 
 The worker processes import this package too, so importing the package does not import torch.
 """

@@ -101,7 +101,7 @@ def reference_texts(answer: object) -> list[str]:
 def equals_reference(answer: str | None, reference: object) -> bool:
     """True if ``answer`` equals one of the texts of ``reference`` (:func:`reference_texts`).
 
-    False if the reference has another form, for which ``reference_texts`` raises.
+    False if ``reference_texts`` raises ValueError for ``reference``.
     """
     if answer is None:
         return False
@@ -191,7 +191,7 @@ def extract_answer(text: str, mode: str = "strict", tag: str = "answer") -> str 
     the answer:
 
     - ``"strict"``: the text inside ``<tag>...</tag>``. The tag must occur exactly once, and outside
-      ``<think>...</think>``.
+      the thinking, ``<think>...</think>``.
     - ``"lenient"``: the last number anywhere in the response.
     - ``"boxed"``: the text inside the last ``\\boxed{...}`` or ``\\fbox{...}``. The thinking is
       skipped.
@@ -257,7 +257,7 @@ def parse_number(text: str) -> Fraction | None:
 
 
 def comparable_form(answer: object) -> Fraction | str:
-    """Return an answer as a number if it is one, else as text for comparisons.
+    """Return the form in which an answer is compared: a number, or else text.
 
     The text is case folded. Its white space is collapsed, and one trailing period is removed.
     """
@@ -274,7 +274,7 @@ def answers_equal(a: object, b: object) -> bool:
 
 
 def answers_equivalent(answer: str, reference: str) -> bool:
-    """True if two answers are equal (:func:`answers_equal`), or equal expressions for math-verify.
+    """True if two answers are equal (:func:`answers_equal`), or if math-verify judges them equal.
 
     math-verify is not asked about an answer longer than ``MAX_SYMBOLIC_LENGTH``.
     """
@@ -299,7 +299,7 @@ def parse_answer(text: str) -> list:
 
 
 def find_expression(text: str) -> list:
-    """Return math-verify's reading of the last expression in a text, or an empty list.
+    """Return the last expression in a text, as math-verify parses it, or an empty list.
 
     An expression is a number, or LaTeX between delimiters.
     """

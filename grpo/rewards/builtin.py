@@ -2,7 +2,8 @@
 
 A reward ``fn(prompts, completions, *, <settings>, **columns)`` returns one number or ``None`` per
 completion. Prompts and completions are texts or lists of messages. ``columns`` are the columns of
-the dataset: one value per completion. If a docstring names a source, the defaults come from it.
+the dataset, with one value per completion. If a docstring names a source of the defaults, the
+source published these values.
 
 Each function checks its settings before it reads any row, so a call without rows checks a
 configuration. ``functions.check_arguments`` checks the types of settings: a setting has the type of
@@ -26,11 +27,11 @@ ANSWER_REWARDS = ("accuracy", "pattern_answer", "exact_or_stripped", "math_verif
 Their setting ``column`` names the column of the reference answers.
 """
 TAGS_PATTERN = r"(<think>)|(</think>)|(<answer>)|(</answer>)(\s*\Z)?"
-"""Pattern with five groups: one for each tag, and one for a last tag that ends the response."""
+"""Pattern with five groups: one for each tag, and one for ``</answer>`` at the very end."""
 MAX_EXPRESSION_LENGTH = 500
 """Largest number of characters in an expression of :func:`evaluate_expression`.
 
-Since the expression has no power operator, the limit also bounds the size of every value.
+Since expressions have no power operator, the limit also bounds the size of every value.
 """
 _OPERATOR_VARIANTS = str.maketrans("×·÷[]", "**/()") | answers.MINUS_SIGNS
 ARITHMETIC = {
@@ -113,7 +114,7 @@ def accuracy(
 ) -> Rewards:
     """Score ``value`` if the answer equals the reference answer, else 0.
 
-    :func:`answers.extract_answer` finds the answer, by ``mode`` and ``tag``.
+    :func:`answers.extract_answer` reads the answer. It gets ``mode`` and ``tag``.
     """
     read = partial(answers.extract_answer, mode=mode, tag=tag)
     read("")  # an unknown mode is an error also in a call without rows
@@ -255,7 +256,8 @@ def soft_overlong(
     """Soft overlong punishment of DAPO (arXiv 2503.14476, equation 13).
 
     The score is 0 up to ``max_length - cache_length`` tokens. It then falls linearly to -1 at
-    ``max_length`` tokens, and stays -1 beyond. DAPO sets 20480 and 4096 tokens.
+    ``max_length`` tokens, and stays -1 beyond. DAPO sets ``max_length`` to 20480 tokens and
+    ``cache_length`` to 4096 tokens.
     """
     if not 0 < cache_length <= max_length:
         raise ValueError(
@@ -280,9 +282,9 @@ def math_verify(
 ) -> Rewards:
     """Score ``value`` if math-verify judges the answer equal to the reference answer, else 0.
 
-    The thinking is not read. The answer is the text inside the last ``<tag>...</tag>``. By default,
-    it is the text inside the last ``<answer>...</answer>`` or, without this tag, the last
-    expression. The score is ``None`` if no reference answer can be parsed.
+    The thinking is not read. The answer is the text inside the last ``<tag>...</tag>``. If ``tag``
+    is not set, the answer is the text inside the last ``<answer>...</answer>`` or, without this
+    tag, the last expression. The score is ``None`` if no reference answer can be parsed.
     """
     import_extra("math_verify", "math", "reward 'math_verify'")
 

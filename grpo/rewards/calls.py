@@ -1,4 +1,4 @@
-"""Call a reward function in its worker process: pass arguments, check values, keep what it logs.
+"""Call a reward function in its worker process: pass arguments, check values, store logged values.
 
 This module imports no torch.
 """
@@ -187,10 +187,7 @@ class LoadedReward:
             call_reward(function, args, no_rows, RewardLog(0))
 
     def describe(self) -> FunctionInfo:
-        """Return the facts about the function that the trainer needs.
-
-        :meth:`grpo.workers.Pool.load` sends them.
-        """
+        """Return the facts about the function, for :meth:`grpo.workers.Pool.load`."""
         return self._info
 
     def score(self, pickled: bytes) -> Any:
@@ -206,8 +203,7 @@ class LoadedReward:
         # The rows are counted before the call, since the function may empty the lists.
         num_rows = len(inputs["completions"])
         log = RewardLog(num_rows)
-        # Environments cannot be pickled. The trainer sends the rows of the rollout to which they
-        # belong.
+        # Environments cannot be pickled. The trainer sends the index of each environment's row.
         if ENVIRONMENTS_ARGUMENT in inputs and ENVIRONMENTS_ARGUMENT in self._info.parameter_names:
             environments = [self._environment(row) for row in inputs[ENVIRONMENTS_ARGUMENT]]
             inputs[ENVIRONMENTS_ARGUMENT] = environments
@@ -218,5 +214,5 @@ class LoadedReward:
         try:
             return self._objects[ENVIRONMENT_KEY].slots[row]
         except KeyError:
-            # This process replaces a process that was killed, and its environments with it.
+            # The process that had the environment was killed, and this process is a new one.
             raise RuntimeError("its environment was in a worker process that was killed") from None

@@ -250,8 +250,8 @@ def _published_tests(raw: object) -> list:
 def _read_case(test: Mapping) -> dict:
     """Return a test that has an input and an output, in a form of :func:`read_tests`.
 
-    Its type says if it tests a program or a function. Without a type, it tests a function if it
-    names one.
+    The type of the test says whether it tests a program or a function. A test without a type tests
+    a function if it names a function, else a program.
     """
     arguments = test["input"]
     result = test["output"]

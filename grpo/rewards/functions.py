@@ -1,6 +1,6 @@
 """Load reward functions by their names in configurations, and read which arguments they take.
 
-The name is a built-in name, ``package.module:function`` or ``path/to/file.py:function``.
+A name is a built-in name, ``package.module:function`` or ``path/to/file.py:function``.
 """
 
 import importlib
@@ -36,11 +36,14 @@ BUILTIN_REWARDS["python_tests"] = "grpo.rewards.code"
 imported when the reward is loaded."""
 
 ENVIRONMENT_PREFIX = "environment:"
-"""Prefix in the name of a reward that an environment gives. The name of its class follows."""
+"""Prefix in the name of a reward that an environment gives.
+
+The name of the environment's class follows the prefix.
+"""
 OBJECT_PREFIX = "python:"
 """Prefix in the name of an object, such as a reward, that was passed to ``grpo.train``.
 
-It marks an object that cannot be imported by its name.
+An object with this prefix cannot be imported by its name.
 """
 FILE_MODULE_PREFIX = "grpo_reward_file_"
 """Prefix in the module name, in ``sys.modules``, of a file that was loaded by its path."""
@@ -51,7 +54,10 @@ The variable holds the bytes that the file had when it was loaded.
 """
 
 ENVIRONMENTS_ARGUMENT = "environments"
-"""Name of an argument. A reward that takes it runs in the worker processes of the environments."""
+"""Name of the argument for the environments of the completions.
+
+A reward that takes this argument runs in the worker processes of the environments.
+"""
 NOT_IN_KWARGS = (ENVIRONMENTS_ARGUMENT, "trainer_state", "log_metric", "log_extra")
 """Arguments that a reward gets only if it has a parameter of that name.
 

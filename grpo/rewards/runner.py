@@ -12,12 +12,12 @@ goes on:
    if the function ended its process, and ``"error"`` if it raised.
 3. After a failed call, the function is called again for each group. After a failed group, it is
    called for each row. Each of these calls has the limit ``timeout_s``, and a new process if the
-   old one was killed (:meth:`RewardRunner._run`, :meth:`Scoring.split`).
+   old process was killed (:meth:`RewardRunner._run`, :meth:`Scoring.split`).
 4. After ``MAX_LOST_WORKERS`` groups that hung or killed a process, the function is called row by
    row for the remaining groups. After ``MAX_LOST_WORKERS`` rows that hung or killed a process, it
    is not called for the remaining rows (:meth:`RewardRunner._run_jobs`).
-5. A row that fails in a call with this row alone has the value ``None``, and is counted. The first
-   failure of each kind is logged (:meth:`RewardRunner._record_failures`).
+5. If a call with a single row fails, the row has the value ``None``, and the failure is counted.
+   The first failure of each kind is logged (:meth:`RewardRunner._record_failures`).
 
 Environments live in worker processes. A function that takes ``environments`` is called in each of
 these processes, with the rows of the environments that live there.
@@ -53,10 +53,10 @@ from grpo.workers import Answer, InProcessWorker, Pool, Request, Worker
 logger = logging.getLogger(__name__)
 
 MAX_LOST_WORKERS = 8
-"""Limit on the calls of one function that hang or kill their worker process, per batch and level.
+"""Limit on the calls of a function, in one batch, that hang or kill their worker process.
 
-At the limit for groups, the other groups are called row by row. At the limit for rows, the other
-rows are not called.
+After so many calls with a group, the other groups are called row by row. After so many calls with a
+row, the other rows are not called.
 """
 BATCH, GROUP, ROW = range(3)
 """Levels of a call: rows of several groups, several rows of one group, or one row."""
@@ -93,8 +93,8 @@ class RewardResult:
         self.values = [[None] * len(names) for _ in range(num_rows)]
         """``[B][F]`` rewards, ``None`` where a function gave no score."""
         self.failures = [0] * len(names)
-        """``[F]`` numbers of rows in which a function failed: it raised, hung, killed its process,
-        or was not called after too many failures."""
+        """``[F]`` number of failed rows of each function. In a failed row, the function raised,
+        hung, killed its process, or was not called after too many failures."""
         self.environment_failures: list[str] = []
         """One text for each environment that got an action or has failed.
 
@@ -145,7 +145,7 @@ class Scoring:
             self.group_of_row += [number for _ in group]
 
     def split(self, call: RewardCall, level: int) -> list[RewardCall]:
-        """Split a call into one call per group (GROUP) or per row (ROW). BATCH keeps it in one."""
+        """Split a call into one call per group (GROUP), one per row (ROW), or one call (BATCH)."""
         parts = [call.rows]
         if level == GROUP:
             groups = itertools.groupby(call.rows, self.group_of_row.__getitem__)
@@ -268,7 +268,7 @@ class RewardRunner(contextlib.AbstractContextManager):
         return files
 
     def _load(self, number: int) -> FunctionInfo:
-        """Load a function in a worker process, where its index is the key of the function."""
+        """Load a function in a worker process. The index of the function is its key there."""
         spec = self.specs[number]
         what = f"reward {spec.name!r}"
         factory = (LoadedReward, spec.name, spec.args)
@@ -312,7 +312,7 @@ class RewardRunner(contextlib.AbstractContextManager):
 
         Args:
             columns: name of a column -> its values.
-            is_scored: False for completions that no function gets. Default: all True.
+            is_scored: False for completions that no function gets. Default: all are scored.
 
         Raises:
             ValueError: if a sequence or column does not have ``B`` entries.
@@ -487,7 +487,8 @@ class RewardRunner(contextlib.AbstractContextManager):
                 )
                 self._warn_once(call, answer, text)
         if failed_rows:
-            # The order of the answers differs from run to run. The first row that failed does not.
+            # The order of the answers differs between runs, so the failed row with the lowest index
+            # is reported.
             call, answer = min(failed_rows, key=lambda each: each[0].rows)
             (row,) = call.rows
             trace = answer.trace or answer.message
@@ -501,8 +502,8 @@ class RewardRunner(contextlib.AbstractContextManager):
 
     def _warn_once(self, call: RewardCall, answer: Answer, text: str) -> None:
         """Log a failure, unless the run has logged a failure of this function and type of error."""
-        # Failures of one row are logged apart from those of several rows: the texts say different
-        # consequences.
+        # Failures of one row and failures of several rows are logged separately, since the messages
+        # name different consequences.
         error_type = answer.error.partition(":")[0] or answer.message
         kind = (call.function, call.level == ROW, error_type)
         if kind not in self._logged_failures:

@@ -36,7 +36,7 @@ def score_groups(
                 failure = completion.environment_failure
                 row_columns["environments"] = completion.environment
                 row_columns["environment_rewards"] = completion.environment_reward
-            # Empty text: the environment works. None: there is none, or it got no action.
+            # Empty text means a working environment. None means no environment, or no action.
             if failure is not None:
                 environment_failures.append(failure)
             is_scored.append(not failure)

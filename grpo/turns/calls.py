@@ -17,7 +17,7 @@ JSON_LITERALS = {"True": "true", "False": "false", "None": "null"}
 Schemas = Sequence[dict[str, Any]]
 """The JSON schemas of tools, as ``transformers.utils.get_json_schema`` makes them."""
 Arguments = dict[str, Any] | str
-"""Name -> value of each argument of a call, or an error message if they cannot be read."""
+"""Name -> value of each argument of a call, or an error message about unreadable arguments."""
 Call = tuple[str, Arguments]
 """Name of a tool, and the arguments of the call."""
 
@@ -88,8 +88,8 @@ READERS = (
 )
 """All readers, in the order in which a run tries them.
 
-A run uses the first reader that reads the calls of its chat template. In a turn without such calls,
-it uses ``read_tags``.
+A run uses the first reader that reads the calls of its chat template. A turn in which that reader
+reads no call is read by ``read_tags``.
 """
 
 

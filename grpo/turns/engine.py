@@ -7,7 +7,7 @@ the thread of that worker, in this order:
 1. ``begin`` resets the environment, which may add text to the prompt.
 2. ``reply`` gets each turn that the engine samples. It reads the tool calls in the turn, and sends
    each call to the worker. For a reset/step environment, it sends the whole turn as an action. The
-   results become messages. Their tokens follow the turn, and have no loss.
+   results become messages. The tokens of the messages follow the turn, and have no loss.
 3. ``end`` asks for the environment's reward, and makes the record of the completion.
 
 If a call fails or its worker is killed, the model reads an error message as the result. If a reset,
@@ -45,7 +45,7 @@ class Conversation:
     Args:
         stops: decodes the tokens of a turn to text.
         row: index of the completion in the rollout. It decides the worker and the environment.
-        seed_key: the key of :meth:`grpo.rollout.interface.Engine.generate` for random numbers.
+        seed_key: ``(seed, purpose, step)``, from which the seeds of the conversation are derived.
     """
 
     def __init__(
@@ -67,10 +67,10 @@ class Conversation:
         self.environment = tools.environment
 
         # The completions of a group share the seed of the reset, so that their environments begin
-        # equal. The -1 keeps it apart from the seeds of completions, which are numbered from 0.
+        # equal. The -1 tells this seed from the seeds of completions, which are numbered from 0.
         self.group_seed = derive_seed(*seed_key, problem.index, -1)
         if tools.environment_makes_prompts:
-            # Without a dataset, a row holds a seed. The row of a chat's prompt holds no seed.
+            # Without a dataset, rows have a column `seed`. The prompt of a chat may lack it.
             self.group_seed = problem.columns.get("seed", self.group_seed)
         self.seed = derive_seed(*seed_key, problem.index, row % sampling.num_generations)
         self.num_seeds = 0

@@ -110,7 +110,7 @@ class TurnFormat:
         return []
 
     def _find_reader(self, schemas: Schemas) -> bool:
-        """Find a reader that reads the calls of the chat template. Returns False without one."""
+        """Find a reader that reads the chat template's calls. Returns False if no reader does."""
         for reader in READERS:
             self._read_calls = reader
             if self._reads_template(schemas):
@@ -172,7 +172,7 @@ class TurnFormat:
         return message, calls
 
     def truncate(self, text: str, max_tokens: int) -> str:
-        """Return a text, cut to its first ``max_tokens`` tokens and three dots if it is longer."""
+        """Return a text. If it has more than ``max_tokens`` tokens, cut it and add three dots."""
         ids = self._encode(text)
         if len(ids) <= max_tokens:
             return text
@@ -220,7 +220,7 @@ class TurnFormat:
         The text contains the answers, and the start of the next turn. The EOS token is an id.
 
         Args:
-            num_earlier: number of turns, with the same answers, before the turn.
+            num_earlier: number of turns before the turn, each with the same answers.
 
         Raises:
             ValueError: if the template ends no turn with an EOS token, or changes earlier turns.

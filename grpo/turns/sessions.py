@@ -31,7 +31,7 @@ NOT_TOOLS = ("reset", "get_reward", "close")
 
 @dataclass(frozen=True)
 class Description:
-    """Facts that the trainer needs about a tool or an environment, since it cannot import them."""
+    """Facts about a tool or an environment for the trainer, which does not import user code."""
 
     name: str
     """The name of the function or of the class."""
@@ -253,7 +253,7 @@ def set_seed(seed: int) -> None:
 
 
 def _is_stepped(environment: Any) -> bool:
-    """True for a reset/step environment.
+    """True for a reset/step environment, whose ``step`` takes a whole turn as an action.
 
     An environment in TRL's form may have a tool called ``step``, too. The return annotation of the
     tool is ``str``.

@@ -16,9 +16,9 @@ from grpo.turns.sessions import Description, LoadedEnvironment, LoadedTool
 from grpo.workers import Pool, Request, Worker
 
 DEFAULT_NUM_WORKERS = 8
-"""Worker processes per rank, if ``reward.num_workers`` is not set.
+"""Number of worker processes per rank, if ``reward.num_workers`` is not set.
 
-More than the cores of many machines, since most tools wait for a server or another program.
+The number exceeds the cores of many machines, since most tools wait for a server or a program.
 """
 
 
