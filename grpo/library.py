@@ -1,7 +1,7 @@
 """The function ``grpo.train``, which runs ``train_grpo.py`` from Python (``docs/library.md``).
 
-Importing this module does not import torch, which would take seconds. So a wrong setting is
-reported at once.
+Importing this module does not import torch, which takes seconds: ``import grpo`` is for scripts and
+notebooks that may do something else first.
 """
 
 from __future__ import annotations

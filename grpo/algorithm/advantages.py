@@ -24,8 +24,9 @@ from grpo.algorithm.choices import (
 UserAdvantages = Callable[[Tensor, Tensor], Tensor]
 """A user's function ``fn(rewards_PG, values_PGF) -> advantages_PG``.
 
-Both arguments are in fp32, hold the groups of all ranks, and are NaN where there is no score. Every
-rank calls the function with the same arguments, and must get the same result."""
+``rewards_PG`` has the total reward of each completion, ``values_PGF`` the value of each of F reward
+functions. Both are in fp32, hold the groups of all ranks, and are NaN where there is no score.
+Every rank calls the function with the same arguments, and must get the same result."""
 
 GDPO_ROUNDING_ERROR = 1e-5
 """Bound on the rounding error of a term in :func:`normalize_then_sum`, relative to the term."""
@@ -237,7 +238,8 @@ def has_equal_rewards(rewards_PG: Tensor) -> Tensor:
 
 
 def has_no_advantage(rewards_PG: Tensor, *, baseline: Baseline, scale: Scale) -> Tensor:
-    """Return ``[P]``: True for each group whose advantages are 0 for any rewards of other groups.
+    """Return ``[P]``: True for each group whose advantages are 0 whatever the rewards of the other
+    groups are.
 
     Dynamic sampling replaces these groups before the rewards of other ranks are known.
     """

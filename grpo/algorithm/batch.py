@@ -120,8 +120,8 @@ class MultiTurnCompletion(Completion):
     """
 
     messages: tuple[dict[str, Any], ...] = ()
-    """Turns and answers as chat messages. The message of a turn lists its calls in
-    ``tool_calls``."""
+    """The turns of the model, and the replies of tools and environment, as chat messages. The
+    message of a turn lists the calls of that turn in ``tool_calls``."""
     stop_reason: str = "stop"
     """Reason why the completion ended: ``stop`` (the last turn calls no tool), ``length`` (limit on
     tokens), ``max_turns`` (limit on turns), ``environment`` (the environment has ended) or
@@ -383,8 +383,9 @@ def minibatches(batch: Batch, count: int) -> list[Batch]:
 def skip_zero_advantage(batch: Batch, num_minibatches: int = 1) -> Batch:
     """Return the batch with ``is_computed_B`` set, so that rows of advantage 0 are not computed.
 
-    Without a KL term, these rows have no gradient. They stay in the batch, and the denominator of
-    the loss counts them. If a minibatch has no other rows, its shortest row is computed.
+    Call it only if the loss has no KL term: then these rows have no gradient. They stay in the
+    batch, and the denominator of the loss counts them. If all rows of a minibatch have advantage 0,
+    its shortest row is computed all the same.
     """
     is_computed_Mn = batch.advantages_B.ne(0).view(num_minibatches, -1)
     lengths_Mn = batch.lengths_B.view(num_minibatches, -1)

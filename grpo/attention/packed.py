@@ -34,7 +34,7 @@ ATTENTION = "sdpa_or_packed"
 """Name under which transformers finds our attention function. The function is SDPA, unless a
 forward pass gets a :class:`PackedLayout` or a :class:`ForkedCache`."""
 UNUSED_MASK = (1, 1, 1, 1)
-"""Shape of a dummy mask, which our forward passes give to transformers and which nothing reads.
+"""Shape of a dummy mask, which our forward passes give to transformers. Nothing reads its values.
 
 Without a mask transformers would build a large one. A mask of four dimensions stays as it is."""
 
@@ -143,11 +143,11 @@ def _attention_forward(
 
     ``packed`` alone gives attention over a packed row. ``packed`` and ``forked`` together give
     attention over a packed row of prompts, whose keys and values are stored in the cache.
-    ``forked`` alone gives attention from new tokens of the cache's rows. The default is SDPA.
+    With ``forked`` alone, the new tokens of each row of the cache attend to the row's earlier
+    tokens and to themselves. With neither, attention is transformers' own SDPA.
 
-    ValueError if the layer computes more than a softmax over all earlier tokens. At the start of a
-    run, :func:`grpo.rollout.check_model` catches this error and does not pack rows.
-    """
+    ValueError if the layer's attention is not a plain softmax over all earlier tokens. At the start
+    of a run, :func:`grpo.rollout.check_model` catches this error and does not pack rows. """
     if packed is None and forked is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     for name in ("sliding_window", "softcap", "s_aux", "position_bias"):

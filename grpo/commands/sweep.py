@@ -132,7 +132,7 @@ def read_varied(items: Sequence[str]) -> list[list[str]]:
     ``section.key=value`` for each key.
 
     Raises:
-        ConfigError: if the values of a key are no list in YAML, or the list is empty.
+        ConfigError: if ``[value,value]`` is not a YAML list, or the list is empty.
     """
     varied: dict[str, list[str]] = {}
     for item in items:
@@ -168,7 +168,8 @@ def make_plan(
     Args:
         base: the training script's arguments for all runs.
         varied: the values of each key, as :func:`read_varied` returns them.
-        one_at_a_time: the variants are ``base`` and each value alone, not all combinations.
+        one_at_a_time: if True, the variants are ``base``, and ``base`` with one value changed. If
+            False, they are all combinations of the values.
 
     Raises:
         ValueError: a run is refused by the checks. The first such run is reported.

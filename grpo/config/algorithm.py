@@ -88,11 +88,11 @@ class AlgorithmConfig(Section):
     importance_level: ImportanceLevel = "token"
     """Importance ratios: one per token (token), or one per response (sequence, as in GSPO)."""
     epsilon: NonNegativeFloat = 0.2
-    """Importance ratios below 1 - epsilon are clipped (objective=clip). dppo_tv: tokens whose
-    probability fell by more than epsilon get no gradient."""
+    """Importance ratios below 1 - epsilon are clipped (objective=clip). dppo_tv: tokens with a
+    negative advantage whose probability fell by more than epsilon get no gradient."""
     epsilon_high: NonNegativeFloat | None = None
-    """Importance ratios above 1 + epsilon_high are clipped. dppo_tv: tokens whose probability rose
-    by more than epsilon_high get no gradient. Default: epsilon."""
+    """Importance ratios above 1 + epsilon_high are clipped. dppo_tv: tokens with a positive
+    advantage whose probability rose by more than epsilon_high get no gradient. Default: epsilon."""
     # A bound below 1 would clip the ratios of the first update, which are 1.
     delta: float | None = Field(None, gt=1)
     """Upper bound of the importance ratio where the advantage is negative. objective=clip has no

@@ -29,10 +29,10 @@ class Config(schema.Section):
     """Functions that the model may call (docs/tools.md): a list of {name, args}, or of names
     alone."""
     tools_format: Literal["auto", "tags"] = "auto"
-    """Format of the model's tool calls. auto: the format of the tokenizer's response template;
-    without a response template, tags and the format of the chat template. tags: the tool's only
-    argument between <NAME> and </NAME>, or {"name": .., "arguments": {..}} between <tool_call> and
-    </tool_call>."""
+    """Format in which the model's tool calls are read. auto: the format of the tokenizer's response
+    template. If there is no response template, auto reads both tags and the format of the chat
+    template. tags: <NAME>argument</NAME> for a tool with one argument, or <tool_call>{"name": ..,
+    "arguments": {..}}</tool_call> for any tool."""
     environment: str | None = None
     """Class of an environment (path/to/file.py:Class), either in TRL's form or with the methods
     reset and step. Default: no environment."""
@@ -155,8 +155,8 @@ class Config(schema.Section):
             raise ValueError(
                 "data.prompt_template takes no system_prompt, question_template and few_shot"
             )
-        # transformers has a minimum for the cosine schedule alone. Any other schedule would become
-        # a cosine.
+        # grpo.run.optimizer passes a minimum to the cosine schedule alone. With any other schedule
+        # the minimum would be ignored.
         is_cosine = optim.lr_scheduler_type in ("cosine", "cosine_with_min_lr")
         if optim.min_lr is not None and not is_cosine:
             raise ValueError(

@@ -39,8 +39,8 @@ def _read_text_file(value: str) -> str:
     return Path(value).expanduser().read_text(encoding="utf-8").rstrip("\n")
 
 
-# The configuration holds the text itself: a run that continues must not depend on a file that was
-# edited or moved since its start.
+# The configuration holds the text itself: so config.yaml starts the same run after the file was
+# edited or moved, and a continued run notices that its text has changed.
 TextOrFile = Annotated[str, AfterValidator(_read_text_file)]
 """A text, or the name of a file that holds the text."""
 
@@ -370,9 +370,9 @@ class EvalConfig(Section):
     reward that gives partly right answers a value between 0 and 1."""
     format: str | None = None
     """Name of the reward that is above 0 for a well-formed completion. Default: `format`, if there
-    is a reward of this name. Without this reward, a completion is well-formed if `accuracy` in the
-    mode boxed or #### reads an answer in the completion, or if it has the form <think>..</think>
-    <answer>..</answer>."""
+    is a reward of this name. Without this reward, a completion is well-formed if it has the form
+    <think>..</think> <answer>..</answer>, or, with `accuracy` in the mode boxed or ####, if it has
+    an answer of that form."""
 
     @property
     def num_sampled(self) -> int:
@@ -413,8 +413,8 @@ class LoggingConfig(Section):
     tensorboard: bool = False
     """Write TensorBoard's event files to output_dir/tensorboard; needs the extra "tensorboard"."""
     log_completions: NonNegativeInt = 4
-    """Number of completions that are written to completions/ (Parquet) every `every` steps, two of
-    each problem."""
+    """Number of completions, two of each problem, that are written to completions/ (Parquet) after
+    as many steps as logging.every says."""
     every: PositiveInt = 1
     """Print a line, add a point to dashboards, and write completions every N steps. metrics.jsonl
     has every step."""

@@ -75,8 +75,8 @@ def pass_at_k(
 
 @dataclass(frozen=True)
 class Estimate:
-    """A metric with its 95% interval. A rate of completions also has its exact count: ``count`` of
-    ``of`` completions."""
+    """A metric with its 95% interval. A metric that is a fraction of completions also has its
+    numerator, ``count``, and its denominator, ``of``."""
 
     value: float
     low: float
@@ -178,9 +178,9 @@ def estimate_metrics(
     The accuracies are ``eval/greedy_accuracy`` and, with samples, ``eval/mean@<n>`` and
     ``eval/pass@<k>`` for every k up to n. The other metrics are ``eval/format``,
     ``eval/lenient_accuracy``, ``eval/mean_length``, ``eval/truncated`` and ``eval/rewards/<name>``.
-    They are computed over the samples, or over the greedy completions if there are no samples. With
-    samples, all of these but the rewards are computed over the greedy completions, too, under names
-    that begin with ``eval/greedy_``.
+    Without samples, these other metrics are computed over the greedy completions. With samples,
+    they are computed over the samples; all except the rewards are then also computed over the
+    greedy completions, under the names ``eval/greedy_<metric>``.
 
     Args:
         greedy: one result per problem.

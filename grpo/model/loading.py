@@ -78,7 +78,7 @@ def resolve_model(
             f"{path} is a LoRA adapter: model.adapter={path} with model.name_or_path={base} "
             "continues it, python -m grpo.merge makes it a model"
         )
-    # A wrong name ends the run here, before datasets are read and weights downloaded.
+    # A wrong name ends the run here, before weights are downloaded.
     with as_value_error(f"{base} cannot be loaded"):
         AutoConfig.from_pretrained(base, trust_remote_code=trust_remote_code)
     return path

@@ -24,8 +24,8 @@ from grpo.system import import_extra
 
 TRAINED_ADAPTER = "default"
 REFERENCE_ADAPTER = "reference"
-"""Names of two adapters in peft's layers: the trained adapter, and a frozen adapter that is the
-reference of the KL."""
+"""Name, in peft's layers, of the frozen adapter that is the reference of the KL. The name above is
+that of the trained adapter."""
 PLAIN_LORA_FIELDS = {
     # kind of the adapter, and its base model
     "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
@@ -145,10 +145,10 @@ def read_adapter(
 
 
 def read_values(policy: Policy, folder: str | Path) -> None:
-    """Load the values of a folder into the trained adapter.
+    """Load the adapter weights of a folder into the trained adapter.
 
     Raises:
-        ValueError: if the values do not fit the model or are not finite.
+        ValueError: if the weights do not fit the model or are not finite.
     """
     with as_value_error(f"{folder} cannot be loaded"):
         report = policy.adapter.load_adapter(
@@ -157,7 +157,7 @@ def read_values(policy: Policy, folder: str | Path) -> None:
             is_trainable=True,
             torch_device=str(policy.device),
         )
-    # peft only warns of keys that are missing or unexpected.
+    # peft raises nothing for keys that are missing or unexpected: it only reports them.
     mismatches = report.missing_keys + report.unexpected_keys
     if mismatches:
         raise ValueError(f"{folder} does not fit the model: {mismatches[0]} is on one side only")

@@ -187,7 +187,7 @@ class LoadedReward:
             call_reward(function, args, no_rows, RewardLog(0))
 
     def describe(self) -> FunctionInfo:
-        """Return the facts about the function, for :meth:`grpo.workers.Pool.load`."""
+        """Return the facts about the function, for :meth:`grpo.workers.pool.Pool.load`."""
         return self._info
 
     def score(self, pickled: bytes) -> Any:

@@ -167,7 +167,8 @@ def _pack(
     batch: Batch,
     expected_N: Tensor,
 ) -> str | None:
-    """Switch model and scorer to packed rows and forked caches, if both compute ``expected_N``.
+    """Switch model and scorer to packed rows and forked caches, if scoring and decoding with these
+    both give the log-probs ``expected_N``.
 
     Returns None if they were switched. Otherwise returns the reason, and restores the settings.
     """

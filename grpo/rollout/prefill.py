@@ -84,8 +84,8 @@ class ForkedCacheDecoder(ForkedCache):
     """Decodes with each prompt's keys and values in memory once."""
 
     min_ended_fraction = 0.125
-    """Fraction of a batch's rows that must have ended before the decode loop drops ended rows,
-    which copies the cache."""
+    """Fraction of a batch's rows that must be inactive before the decode loop drops them. Dropping
+    rows copies the cache."""
 
     def __init__(
         self,

@@ -30,7 +30,8 @@ class Stops:
         longest = max(map(len, self.strings), default=0)
         self.search_length = 4 * longest + 4
         """Number of tokens at the end of a turn that are searched for a stop string. With a
-        byte-level vocabulary, n characters have at most 4n tokens."""
+        byte-level vocabulary, n characters have at most 4n tokens. 4 more tokens hold a character
+        that the search cuts in two."""
 
         # The text of a sequence usually contains the text of each part of the sequence. Then one
         # search in the text of all tokens can show that no part contains a stop string. Exceptions
@@ -42,8 +43,8 @@ class Stops:
     def text(self, tokens: Sequence[int]) -> str:
         """Return the text of a completion or turn.
 
-        EOS, padding, and stop tokens are left out, except for tags such as ``</answer>``. Other
-        special tokens stay.
+        EOS, padding and stop tokens are left out. Stop tokens that are tags, such as ``</answer>``,
+        and other special tokens stay.
         """
         ids = [id for id in tokens if id not in self.ids_without_text]
         return self.tokenizer.decode(ids)

@@ -107,8 +107,9 @@ def _copies_in(model: nn.Module, copies: Copies) -> Iterator[None]:
 
 
 def copied_weights(model: nn.Module, precision: str) -> AbstractContextManager[None]:
-    """Inside the block, linear layers compute from copies of their weights. The weights must not
-    change inside the block."""
+    """Inside the block, linear layers compute from copies of their weights in the dtype of
+    ``precision``. The weights must not change inside the block, because the copies would not
+    follow."""
     modules = list(model.modules())
     return _copies_in(model, _make_copies(modules, precision))
 

@@ -25,8 +25,8 @@ def run_to_completion(run: Run, train: Callable[[Run], None], *, ends_process: b
 
     Args:
         train: the training loop.
-        ends_process: False if a calling program goes on afterwards. A single process then raises
-            the failure instead of ending.
+        ends_process: False if a calling program goes on afterwards. Then a run of one process
+            raises the failure. The processes of several ranks end all the same.
     """
     # A rank that only raised the failure would leave the others waiting.
     ends_process = ends_process or not run.world.is_single_process
@@ -71,8 +71,8 @@ def print_result(run: Run) -> None:
 
 
 def _rescue_and_report(run: Run, failure: BaseException, ends_process: bool) -> None:
-    """Save the newest complete step, and print the failure. If the process goes on, the failure
-    gets a note and is not printed."""
+    """Save the newest complete step, and report the failure. If the process ends, the failure is
+    printed. Otherwise the report is added to the exception by ``add_note``."""
     try:
         saved = run.log.saver.rescue()
     except Exception as error:  # the device may be unable to return the weights

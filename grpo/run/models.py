@@ -237,8 +237,8 @@ def _load_sharded(
     All ranks call it together, and an error of ``load`` is raised on all ranks.
 
     Returns:
-        The policy; its scorer, the root of the sharded modules; and a copy of the policy's model
-        without weights.
+        Three values: the policy; the scorer, which was sharded as the root of all modules; a copy
+        of the policy's model that has no weights.
     """
     weights = {}
     empty_policy = None

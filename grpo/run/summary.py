@@ -30,8 +30,8 @@ def print_summary(
     Args:
         train: problems to train on.
         evaluation: problems to evaluate on.
-        why_padded: reason why scoring computes each prompt once per completion. None if scoring
-            computes each prompt once per group.
+        why_padded: reason why scoring pads rows, and so computes each prompt once per completion.
+            None if rows are packed, and each prompt is computed once per group.
         checkpoint: checkpoint that the run continues from. None for a new run.
     """
     config = run.config

@@ -1,7 +1,7 @@
 """Python objects that a program passes to ``grpo.train``."""
 
-# Without torch: grpo.library imports this file, and a wrong setting must be reported before the
-# seconds that importing torch takes.
+# Without torch: grpo.library imports this file, and `import grpo` must not take the seconds that
+# importing torch takes.
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -92,7 +92,7 @@ HINT_RULES = (
         ),
         below=0.001,
     ),
-    # A clipped token has no gradient: a large part of the rollout was sampled in vain.
+    # Most objectives give a clipped token no gradient: much of the rollout was sampled in vain.
     HintRule(
         "clipping",
         "clip_ratio/region_mean",

@@ -29,8 +29,8 @@ class Tools:
     environment of the row lives in that worker. Rows of different workers run at the same time.
 
     Args:
-        objects: name in the configuration -> the Python object that a program passed instead of a
-            name. Default: no objects.
+        objects: Python objects that a program passed, by the names that stand for the objects in
+            the configuration. Default: no objects.
     """
 
     def __init__(self, config: Config, objects: Mapping[str, Any] | None = None):

@@ -280,7 +280,8 @@ class VLLMEngine:
         in_flight = asyncio.Semaphore(max(MAX_REQUESTS // self.world.size, 1))
 
         async def complete(row: int, body: dict[str, Any]) -> Completion:
-            """Sample a completion turn by turn; without ``replies`` a completion is one turn."""
+            """Sample the completion of a row turn by turn. It is a single turn if the enclosing
+            :meth:`generate` has no ``replies``."""
             server = self.servers[row % len(self.servers)]
             settings = body["sampling_params"]
             ids = []

@@ -68,9 +68,10 @@ class WeightsFolder:
 
 class Probe:
     """Proof that a server computes with the policy's weights. Server and policy must give the
-    tokens of a short text the same log-probs.
+    tokens of a short text the same log-probs, up to rounding.
 
-    Shapes: ``S`` tokens of the text except the first, ``V`` vocabulary.
+    Shapes: ``S`` is the number of tokens of the text without the first, ``V`` the size of the
+    vocabulary.
     """
 
     def __init__(
