@@ -155,8 +155,8 @@ class Config(schema.Section):
             raise ValueError(
                 "data.prompt_template takes no system_prompt, question_template and few_shot"
             )
-        # grpo.run.optimizer passes a minimum to the cosine schedule alone. With any other schedule
-        # the minimum would be ignored.
+        # With a minimum, grpo.run.optimizer takes the cosine schedule with one. Any other schedule
+        # would become a cosine.
         is_cosine = optim.lr_scheduler_type in ("cosine", "cosine_with_min_lr")
         if optim.min_lr is not None and not is_cosine:
             raise ValueError(
