@@ -1,13 +1,17 @@
-"""Log-probabilities of completion tokens, without all the logits in memory at once.
+"""Log-probabilities of completion tokens, and entropies of the distributions they are drawn from.
 
     B   rows                              V   vocabulary
     T   tokens of the longest completion  H   size of a hidden state
     S   tokens of prompt and completion   L   positions that the backbone computes
-    N   scored tokens of all rows         M   completion tokens, with those of tools between them
+    N   scored tokens of all rows         M   all completion tokens: scored ones and those of tools
     P   N rounded up, with padding        n   tokens of one chunk
 
-The tokens that the model sampled are scored. This file computes four formulas from z_v, the logits
-of the position that predicts a token, over the vocabulary, divided by the sampling temperature:
+The tokens that the model sampled are scored. In the functions below ``CompletionScorer``, N are the
+tokens that a function gets, which may include padding. Models whose head is a plain matrix product
+are scored in chunks, without all the logits in memory at once.
+
+Let z_v be the logit of vocabulary entry v at the position that predicts the token, divided by the
+sampling temperature. This file computes:
 
     normalizer         log Z = log sum_v exp(z_v)
     log-probability    lp = z_label - log Z
@@ -26,8 +30,8 @@ from grpo.attention import pack, packed_hidden, round_up_to_bucket
 
 LOGITS_PER_CHUNK = 2**24
 LOGITS_PER_CHUNK_ON_CUDA = 2**27
-"""Number of logits in memory at once: 64 MiB in fp32. On a GPU 512 MiB, because smaller matrix
-products would not keep it busy."""
+"""Number of logits of a chunk: 64 MiB in fp32. On a GPU 512 MiB, because smaller matrix products
+would not keep the GPU busy."""
 
 
 def logprobs_from_logits(logits_BTV: Tensor, labels_BT: Tensor, temperature: float = 1.0) -> Tensor:
@@ -76,8 +80,8 @@ class CompletionScorer(nn.Module):
         super().__init__()
         self.model = model
         self.temperature = temperature
-        # With both False, every model is scored right. At the start of a run,
-        # grpo.rollout.check_model sets each to True if the log-probs of the model stay the same.
+        # With has_plain_head and is_packed False, every model is scored right. At the start of a
+        # run, grpo.rollout.check_model sets each to True if that does not change the log-probs.
         self.has_plain_head = False
         """True if the logits are the head's product with the last hidden state, and nothing else.
 
@@ -85,15 +89,19 @@ class CompletionScorer(nn.Module):
         self.is_packed = False
         """True if each prompt is computed once per group instead of once per completion.
 
-        This needs a plain head: here too, the head is applied outside of the model."""
+        This needs a plain head, because the head is applied outside of the model. ``check_model``
+        sets ``is_packed`` only if ``has_plain_head`` is True."""
 
     def detect_plain_head(self, ids_BS: Tensor) -> None:
         """Set ``has_plain_head`` by two forward passes over the token ids ``[B, S]``.
 
-        Call it in evaluation mode, since dropout would differ between the passes, and without
-        gradient. The first pass computes the backbone alone. The second computes the model, where a
-        hook reads the head's output and replaces it with a ramp of known numbers. The head is plain
-        if both hold:
+        Call it without gradient, and in evaluation mode, since dropout would differ between the
+        passes. Call it in fp32, for which the tolerance is set; ``check_model`` does so, except
+        for a bf16 model whose attention has no fp32.
+
+        The first pass computes the backbone alone. The second pass computes the model, where a hook
+        reads the head's output and replaces it with a ramp of known numbers. The head is plain if
+        both hold:
 
         - Its output is the product of its weight and the backbone's hidden states.
         - The model returns the ramp as it is.
@@ -102,6 +110,8 @@ class CompletionScorer(nn.Module):
         Granite), that have no separate backbone, or whose head computes another product than
         ``nn.Linear``.
         """
+        # In transformers, `base_model` is the backbone: the model without its head. Without a
+        # separate backbone, `base_model` is the model itself.
         backbone = self.model.base_model
         head = self.model.get_output_embeddings()
         if backbone is self.model or not isinstance(head, nn.Linear):
@@ -112,7 +122,7 @@ class CompletionScorer(nn.Module):
 
         def replace_output(module: nn.Module, inputs: tuple, output: Tensor) -> Tensor:
             head_outputs.append(output)
-            # From -1000 to 1000: a cap at 30 would not change small logits.
+            # Large numbers, so that a soft cap at 30 shows.
             ramp_V = torch.linspace(-1000.0, 1000.0, output.shape[-1])
             ramp_BSV = ramp_V.to(output).expand_as(output)
             ramps.append(ramp_BSV)
@@ -123,6 +133,7 @@ class CompletionScorer(nn.Module):
             logits_BSV = self.model(input_ids=ids_BS, use_cache=False).logits
         finally:
             hook.remove()
+        # The forward pass has called the head exactly once.
         (output_BSV,) = head_outputs
         (ramp_BSV,) = ramps
 
@@ -157,7 +168,7 @@ class CompletionScorer(nn.Module):
         """
         # Token t of a completion stands at prompt_length + t in its row. Positions are those of the
         # flat batch, [B * S]. Behind a short completion they run on into the next row, or past the
-        # last: the mask drops these.
+        # last: the mask drops these positions.
         B, S = sequence_ids_BS.shape
         T = completion_mask_BT.shape[1]
         device = sequence_ids_BS.device
@@ -167,9 +178,8 @@ class CompletionScorer(nn.Module):
         labels_N = sequence_ids_BS.flatten()[positions_N]
 
         # A token is predicted by the position before it: the first of a completion by the last of
-        # its prompt. A plain head is applied to these N predictors alone, neither to prompts nor to
-        # padding, because its logits are most of the memory. No attention mask is needed: in a
-        # causal model, what follows a token has no influence on it.
+        # its prompt. No attention mask is needed: in a causal model, what follows a token has no
+        # influence on it.
         backbone = self.model.base_model
         if self.is_packed and group_B is not None:
             lengths_B = completion_lengths(completion_mask_BT)
@@ -180,14 +190,16 @@ class CompletionScorer(nn.Module):
                 group_B.tolist(),
             )
             hidden_LH = packed_hidden(backbone, packed)
-            # `packed.predictor_M` is in the order of the batch, as `labels_N` is, and has the
-            # tokens of tools too. `is_completion_BT` is True at these, `completion_mask_BT` only at
-            # scored tokens.
+            # predictor_M has one entry for every completion token, those of tools included, in the
+            # order of the batch. is_scored_M selects the scored ones. Of positions_BT, only the
+            # shape is read.
             is_completion_BT = completion_mask(positions_BT, lengths_B)
             is_scored_M = completion_mask_BT[is_completion_BT]
             predictor_N = packed.predictor_M[is_scored_M]
             scored = self._score_hidden(hidden_LH, predictor_N, labels_N)
         elif self.has_plain_head:
+            # The head is applied to the N predictors alone, neither to prompts nor to padding,
+            # because its logits are most of the memory.
             hidden_BSH = backbone(input_ids=sequence_ids_BS, use_cache=False).last_hidden_state
             hidden_LH = hidden_BSH.flatten(0, 1)
             scored = self._score_hidden(hidden_LH, positions_N - 1, labels_N)
@@ -213,25 +225,25 @@ class CompletionScorer(nn.Module):
 
         ``predictor_N`` are indices into ``hidden_LH``.
         """
-        # Padded to one of few sizes, because each micro-batch has another number of tokens, and the
-        # CPU's kernels keep memory for each shape. The padding scores label 0 at position 0, and
-        # the last line drops these scores.
+        # Padded to one of few sizes, because each micro-batch has another number of tokens, and
+        # oneDNN, PyTorch's library of CPU kernels, keeps memory for each shape. The padding scores
+        # label 0 at position 0, and the last line drops these scores.
         N = len(predictor_N)
         padding = (0, round_up_to_bucket(N) - N)
         hidden_PH = hidden_LH[F.pad(predictor_N, padding)]
         labels_P = F.pad(labels_N, padding)
 
-        # On a CPU a chunk has at least 32 MiB, also in bf16: hence rounded up. Blocks of memory of
-        # that size are returned to the system one by one. Smaller ones would leave holes in the
-        # heap of glibc.
         head = self.model.get_output_embeddings()
         device_type = hidden_PH.device.type
         num_logits = LOGITS_PER_CHUNK_ON_CUDA if device_type == "cuda" else LOGITS_PER_CHUNK
         vocabulary_size = len(head.weight)
+        # On a CPU, glibc returns blocks of at least 32 MiB to the system one by one. Smaller blocks
+        # would leave holes in its heap. LOGITS_PER_CHUNK logits in bf16 have exactly 32 MiB, so n
+        # is rounded up.
         n = math.ceil(num_logits / vocabulary_size)
         if len(hidden_PH) <= n:
-            # All logits fit into one chunk. They are kept for the backward pass, which need not
-            # compute them again.
+            # All logits fit into one chunk. They are kept for the backward pass, which therefore
+            # need not compute them again.
             logits_PV = head(hidden_PH)
             scored = _ScoreLogits.apply(logits_PV, labels_P, self.temperature)
         else:
@@ -289,32 +301,36 @@ class _ScoreLogits(torch.autograd.Function):
         ctx.mark_non_differentiable(entropies_N)
         return logprobs_N, entropies_N
 
-    # Log Z was saved as a constant, so a second derivative would be wrong: PyTorch refuses it.
+    # Log Z was saved as a constant, so a second derivative would be wrong: once_differentiable
+    # makes PyTorch refuse it.
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, grad_N, _):
+    def backward(ctx, grad_logprobs_N, _):
         logits_NV, labels_N, normalizers_N = ctx.saved_tensors
         grad_NV = _logits_gradient(
             logits_NV,
             labels_N,
             normalizers_N,
-            grad_N,
+            grad_logprobs_N,
             ctx.temperature,
         )
         return grad_NV, None, None
 
 
 class _ScoreHiddenInChunks(torch.autograd.Function):
-    """The head and :class:`_ScoreLogits`, ``n`` tokens at a time.
+    """The head and :class:`_ScoreLogits`, in chunks of ``n`` tokens.
 
-        logits = hidden W^T + bias
-        d / d hidden = g W,      d / d W = g^T hidden,      d / d bias = sum_tokens g
+        logits            = hidden W^T + bias
+        d loss / d hidden = g W
+        d loss / d W      = g^T hidden
+        d loss / d bias   = sum_tokens g
 
-    g is the gradient of the logits. ``dtype`` is that of the three matrix products.
+    W is the weight of the head, and g = d loss / d logits. The three matrix products are computed
+    in ``dtype``.
     """
 
     # All logits together can take tens of GiB at a vocabulary of 150,000. So no pass keeps them:
-    # the backward pass computes those of a chunk again, which is a fourth matrix product.
+    # the backward pass computes the logits of a chunk again, which is a fourth matrix product.
     #
     # Autograd with checkpointing would compute the same, but under autocast would add up the
     # chunks' gradients of W in bf16, which loses small ones. Here they are added up in W's dtype.
@@ -358,15 +374,15 @@ class _ScoreHiddenInChunks(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, grad_N, _):
+    def backward(ctx, grad_logprobs_N, _):
         hidden_NH, weight_VH, bias_V, labels_N, normalizers_N = ctx.saved_tensors
         grad_hidden_NH = torch.empty_like(hidden_NH)
         # Under LoRA the head is frozen, and the gradient of its weight would be as large as the
-        # weight. That of the bias is small, and is always computed.
+        # weight. The gradient of the bias is small, and is always computed.
         _, needs_grad_weight, *_ = ctx.needs_input_grad
         grad_weight_VH = torch.zeros_like(weight_VH) if needs_grad_weight else None
         grad_bias_V = None if bias_V is None else torch.zeros_like(bias_V)
-        with torch.autocast(grad_N.device.type, enabled=False):
+        with torch.autocast(grad_logprobs_N.device.type, enabled=False):
             cast_weight_VH, cast_bias_V = _cast_head(ctx.dtype, weight_VH, bias_V)
             for start in range(0, len(hidden_NH), ctx.n):
                 chunk = slice(start, start + ctx.n)
@@ -376,7 +392,7 @@ class _ScoreHiddenInChunks(torch.autograd.Function):
                     logits_nV,
                     labels_N[chunk],
                     normalizers_N[chunk],
-                    grad_N[chunk],
+                    grad_logprobs_N[chunk],
                     ctx.temperature,
                 )
                 grad_hidden_NH[chunk] = grad_nV @ cast_weight_VH
@@ -417,16 +433,17 @@ def _score(
     label_logits_N1 = scaled_NV.gather(1, labels_N[:, None])
     logprobs_N = label_logits_N1[:, 0] - normalizers_N
 
-    # Either form makes one more tensor [N, V], the largest of a pass.
+    # Tensors [N, V] take most of the memory here. Each branch makes only one more.
+    # The test is for identity: did _divide_by_temperature return the logits, or a copy of them?
     if scaled_NV is logits_NV:
         # Temperature 1 in fp32: the logits were not copied. The backward pass of _ScoreLogits reads
-        # them, so they must not be overwritten, and h comes from the logits. Where h is near 0,
-        # rounding can make the difference negative: hence the clamp.
+        # the logits, so they must not be overwritten, and h comes from the logits. Where h is near
+        # 0, rounding can make the difference negative: hence the clamp.
         probs_NV = (scaled_NV - normalizers_N[:, None]).exp_()
         mean_logits_N = torch.linalg.vecdot(probs_NV, scaled_NV)
         entropies_N = (normalizers_N - mean_logits_N).clamp(min=0)
     else:
-        # A copy, which the log-probs overwrite. At a low temperature z and log Z are large, and
+        # A copy, which the log-probs may overwrite. At a low temperature z and log Z are large, and
         # their difference would lose h in rounding: so h comes from the log-probs.
         all_logprobs_NV = scaled_NV.sub_(normalizers_N[:, None])
         entropies_N = -torch.linalg.vecdot(all_logprobs_NV.exp(), all_logprobs_NV)
@@ -448,8 +465,8 @@ def _logits_gradient(
     """
     scaled_grad_N = grad_N / temperature
     scaled_NV = _divide_by_temperature(logits_NV, temperature)
-    # In place from here on, because another tensor [N, V] would raise the peak of memory: p, then
-    # - p * grad for all v, then + grad at the label.
+    # One new tensor, then in place, because another tensor [N, V] would raise the peak of memory:
+    # p, then - p * grad for all v, then + grad at the label.
     grad_NV = (scaled_NV - normalizers_N[:, None]).exp_()
     grad_NV.mul_(-scaled_grad_N[:, None])
     grad_NV.scatter_add_(1, labels_N[:, None], scaled_grad_N[:, None])
@@ -463,7 +480,8 @@ def _divide_by_temperature(logits_NV: Tensor, temperature: float) -> Tensor:
     not overwrite the result then.
     """
     # bf16 has 8 significant bits: log-probs between -4 and -8 would be multiples of 1/32, and the
-    # ratios exp(lp - old) wrong by up to 3%, at bounds of 20%.
+    # ratios exp(lp - old) wrong by up to 3%, which is much beside clip bounds of 20%. The rounding
+    # of the logits themselves remains.
     dtype = torch.promote_types(logits_NV.dtype, torch.float32)
     logits_NV = logits_NV.to(dtype)
     if temperature == 1.0:

@@ -1,8 +1,8 @@
 """The policy loss as a sum over completions, and the denominator that turns the sum into a mean.
 
-    B   rows, one completion each         A_B1        advantage of each row, a constant
-    T   tokens of the longest one         ratio_BT    importance ratio: probability now / old
-    N   tokens of all rows                mask_BT     the mask m: True at the tokens to train on
+    B   rows: one completion each         A_B1        advantage of each completion, a constant
+    T   tokens of the longest completion  ratio_BT    importance ratio: probability now / old
+    N   tokens of all completions         mask_BT     the mask m: True at the tokens to train on
 
 A suffix of ``1`` is an axis of size 1, which broadcasts. All functions are pure. ``mean_t x_bt`` is
 the mean over the tokens of the mask, ``sum_t m_bt x_bt / sum_t m_bt``.
@@ -10,13 +10,13 @@ the mean over the tokens of the mask, ``sum_t m_bt x_bt / sum_t m_bt``.
 There are three log-probs of each token, and with a reference model a fourth:
 
     lp          logprobs_BT             under the policy now, with gradient
-    old         old_logprobs_BT         under the policy before the first update of this step,
-                                        computed by the trainer
+    old         old_logprobs_BT         under the policy before the first optimizer step on this
+                                        rollout, computed by the trainer
     sampling    sampling_logprobs_BT    as reported by the sampler (engine) that drew the token
     ref         ref_logprobs_BT         under the frozen reference model
 
-old and sampling have the same weights, but a sampler such as vLLM rounds in another way. The
-objective ``dppo_tv`` takes sampling in place of old.
+old and sampling come from the same model weights, but a sampler such as vLLM rounds differently.
+For the objective ``dppo_tv`` the caller passes sampling as ``old_logprobs_BT``.
 
 Sum and denominator are two functions, because a mean over the optimizer step is no mean of means.
 If D_i is the denominator of micro-batch i alone,
@@ -57,8 +57,9 @@ mask, log-probs are 0, ratios are 1, and the returned loss counts as 0. ``bounds
 ``(1 - epsilon, 1 + epsilon_high)``."""
 
 MAX_LOG_RATIO = 80.0
-"""Log-ratios are capped here, because ``exp`` overflows fp32 above 88. The difference leaves a
-factor of about 3,000 for products with an advantage and for sums over tokens."""
+"""Largest log-ratio; larger ones are lowered to it. ``exp`` overflows fp32 above 88. The largest
+ratio is about 3,000 times smaller than that, so that it can be multiplied by an advantage and added
+up over tokens without overflow."""
 
 MAX_DPPO_WEIGHT = 20.0
 """Largest importance ratio by which ``dppo_tv`` weights the gradient of a token, as in the code of
@@ -67,7 +68,7 @@ the authors of DPPO (arXiv 2602.04879)."""
 SAPO_TEMPERATURE_POS = 1.0
 SAPO_TEMPERATURE_NEG = 1.05
 """Temperatures of ``sapo`` for positive and for other advantages, as in the paper. The second is
-higher, so that the gradients which push tokens down fade sooner."""
+higher, so that the gradients that push tokens down fade sooner."""
 
 
 def policy_loss(
@@ -94,7 +95,10 @@ def policy_loss(
     sampler_correction_max: float | None = 3.0,
     off_policy_mask_threshold: float | None = None,
 ) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
-    """Sum of the loss over all rows, to be divided by :func:`loss_denominator`.
+    """Sum of the loss over all completions, and statistics.
+
+    The caller divides the sum by the total of :func:`loss_denominator` over the optimizer step and
+    all ranks.
 
         loss_sum = sum_b c_b sum_t m_bt ( w_bt L_bt + beta kl_bt )
 
@@ -107,7 +111,7 @@ def policy_loss(
         c_b      = 1 / sum_t m_bt                         the argument aggregation
 
     These are the defaults: GRPO (DeepSeekMath, arXiv 2402.03300, eq. 3 and 4), with the sign of a
-    loss. On the right is the function or the argument that has the other choices.
+    loss. The right column names the function or the argument that has the other choices.
 
     Args:
         logprobs_BT: ``[B, T]`` the log-probs lp of the tokens under the policy now, in nats, at the
@@ -122,11 +126,13 @@ def policy_loss(
             :data:`UserObjective`.
         importance_level: one ratio per ``token``, or one per ``sequence``. ``dppo_tv`` is defined
             for ``token``; the configuration refuses the other.
-        epsilon: ``clip`` clips ratios below ``1 - epsilon``. ``dppo_tv`` clips tokens whose
-            probability fell by more than ``epsilon``. The other objectives have no lower bound.
-        epsilon_high: ``clip`` and ``cispo`` clip ratios above ``1 + epsilon_high`` (clip-higher:
-            DAPO, arXiv 2503.14476, section 3.1). ``dppo_tv`` clips tokens whose probability rose by
-            more than ``epsilon_high``. ``sapo`` and ``reinforce`` ignore it. Default: ``epsilon``.
+        epsilon: at A < 0, ``clip`` clips ratios below ``1 - epsilon``, and ``dppo_tv`` clips tokens
+            whose probability fell by more than ``epsilon``. ``cispo``, ``sapo`` and ``reinforce``
+            have no lower bound. A user's function gets both bounds.
+        epsilon_high: at A > 0, ``clip`` clips ratios above ``1 + epsilon_high`` (clip-higher: DAPO,
+            arXiv 2503.14476, section 3.1), and ``dppo_tv`` clips tokens whose probability rose by
+            more than ``epsilon_high``. ``cispo`` clips ratios above ``1 + epsilon_high`` at
+            either sign of A. ``sapo`` and ``reinforce`` ignore it. Default: ``epsilon``.
         delta: upper bound of the ratio at negative advantages, where ``clip`` has no other upper
             bound (INTELLECT-2, arXiv 2505.07291). It should be above ``1 + epsilon_high``: a lower
             delta also lowers the bound at positive advantages. Other objectives ignore it. Default:
@@ -137,12 +143,12 @@ def policy_loss(
             ``importance_level`` says so), with gradient through both (DeepSeek-V3.2, arXiv
             2512.02556).
         aggregation: ``response_mean``: c as above. ``token_mean`` or ``constant``: c is 1.
-        max_length: completion length of ``constant``, in tokens; needed by ``constant`` alone. It
-            is only a factor, so a float is accepted.
+        max_length: not used in the sum. It is checked, so that the same arguments fit
+            :func:`loss_denominator`.
         policy_mask_BT: ``[B, T]`` False at tokens without a policy term, which still have a KL and
             count in the denominator. Default: every token has a policy term.
-        sampling_logprobs_BT: ``[B, T]`` the sampling log-probs; needed with ``sampler_correction``
-            and with ``off_policy_mask_threshold``.
+        sampling_logprobs_BT: ``[B, T]`` the sampling log-probs. They must be given with
+            ``sampler_correction`` and with ``off_policy_mask_threshold``.
         sampler_correction, sampler_correction_min, sampler_correction_max: see
             :func:`sampler_weights`. Default: no weights. With ``dppo_tv`` every weight would be 1,
             since old is sampling; the configuration refuses the two together.
@@ -159,17 +165,17 @@ def policy_loss(
         - ``ratio``: the importance ratio.
         - ``clip_ratio/low_mean``, ``clip_ratio/high_mean``, ``clip_ratio/region_mean``: the
           fraction of tokens clipped at the lower bound, at the upper bound, at either.
-        - ``kl``: the KL in nats, with ``ref_logprobs_BT``.
+        - ``kl``: the KL in nats, with ``ref_logprobs_BT``. With ``unbiased_kl``: ratio * KL.
 
-        With ``sampler_correction``, over these tokens or, if a weight is for a whole completion,
-        over the completions that have such tokens:
+        With ``sampler_correction``, over the tokens to train on or, if a weight is for a whole
+        completion, over the completions that have tokens to train on:
 
         - ``sampling/importance_sampling_ratio/mean``: the weight.
         - ``sampling/importance_sampling_ratio/cut``: the fraction outside of the bounds.
 
-        Over the completions that have such tokens:
+        With ``off_policy_mask_threshold``, over the completions that have tokens to train on:
 
-        - ``sampling/off_policy_masked``: the masked fraction, with ``off_policy_mask_threshold``.
+        - ``sampling/off_policy_masked``: the masked fraction.
 
     Raises:
         ValueError: on an unknown name, other shapes (also of a user's loss), ``beta`` without a
@@ -196,15 +202,16 @@ def policy_loss(
     if beta != 0 and ref_logprobs_BT is None:
         raise ValueError(f"beta={beta} needs ref_logprobs_BT")
 
-    # lp, old, A. Only lp has a gradient: the others are data of the rollout. Log-probs outside of
-    # the mask become 0, so that no NaN of theirs gets into a sum or a gradient.
+    # lp, old, A. Only lp has a gradient: the others are constants. Log-probs outside of the mask
+    # become 0, so that none of their NaN gets into a sum or a gradient.
     mask_BT = mask_BT.bool()
     logprobs_BT = _zero_outside(mask_BT, logprobs_BT)
     old_logprobs_BT = _zero_outside(mask_BT, old_logprobs_BT.detach())
     A_B1 = advantages_B.detach().to(logprobs_BT.dtype)[:, None]
     ratio_BT = importance_ratio(logprobs_BT, old_logprobs_BT, mask_BT, importance_level)
 
-    # Distance of the policy now from the old one at each token, and the bounds of this distance.
+    # What the objective compares with its bounds: the ratio, or for dppo_tv the change of the
+    # token's probability. And the bounds.
     if epsilon_high is None:
         epsilon_high = epsilon
     if objective == "dppo_tv":
@@ -227,8 +234,9 @@ def policy_loss(
             bounds,
         )
         check_returned("the objective", policy_BT, mask_BT.shape)
-        # A zero with a graph, for a function that used no log-prob here: a rank without a backward
-        # pass would leave the other ranks waiting for its gradients.
+        # A user's loss may not depend on the log-probs of this micro-batch, and then has no graph.
+        # This rank would skip its backward pass, and the others would wait for it. Adding 0 * lp
+        # gives the loss a graph.
         policy_BT = policy_BT + 0 * logprobs_BT
     else:
         policy_BT = surrogate_loss(objective, logprobs_BT, ratio_BT, A_B1, bounds, delta)
@@ -239,14 +247,16 @@ def policy_loss(
     # w, constants by which the policy term is multiplied. A token of weight 0 still counts in c and
     # in the denominator. Otherwise a token would get a larger weight when others are masked.
     #
-    # Although NaN times 0 is NaN, products with masks are safe here. NaN outside of `mask_BT`, such
-    # as the advantage of a row without tokens, is replaced by 0: in the loss before the sum, in the
-    # gradient where lp became 0.
+    # Outside of `mask_BT` a product may be NaN, because NaN times 0 is NaN: for example with the
+    # advantage of a completion without tokens. This NaN goes no further: _zero_outside(mask, loss)
+    # below removes it from the loss, and the backward pass of _zero_outside(mask, logprobs) above
+    # removes it from the gradient.
     if policy_mask_BT is not None:
         policy_BT = policy_BT * policy_mask_BT
     stats = {}
     has_tokens_B1 = mask_BT.any(dim=1, keepdim=True)
     if sampler_correction != "none":
+        # [B, T] with one weight per token, [B, 1] with one per completion; so is `is_counted`.
         weights, is_cut = sampler_weights(
             old_logprobs_BT,
             sampling_logprobs_BT,
@@ -259,9 +269,9 @@ def policy_loss(
         is_per_token = sampler_correction.startswith("token")
         is_counted = mask_BT if is_per_token else has_tokens_B1
         num_weights = is_counted.sum()
-        name = "sampling/importance_sampling_ratio"
-        stats[f"{name}/mean"] = (weights[is_counted].sum(), num_weights)
-        stats[f"{name}/cut"] = (is_cut[is_counted].sum(), num_weights)
+        prefix = "sampling/importance_sampling_ratio"
+        stats[f"{prefix}/mean"] = (weights[is_counted].sum(), num_weights)
+        stats[f"{prefix}/cut"] = (is_cut[is_counted].sum(), num_weights)
     if off_policy_mask_threshold is not None:
         is_kept_B1 = off_policy_mask(
             logprobs_BT,
@@ -291,9 +301,14 @@ def policy_loss(
         if beta != 0:
             loss_BT = loss_BT + beta * kl_BT
 
-    # c and the sum. With the mean over its tokens each response has the same weight, and a token of
-    # a long response has less. With the sum each token has the same weight (Dr. GRPO, arXiv
-    # 2503.20783, section 3.1).
+    # c and the sum.
+    # response_mean: the mean over the tokens of each completion. Each completion has the same
+    #     weight, so a token of a long completion has less weight.
+    # token_mean: the sum over all tokens, divided later by their number. Each token has the same
+    #     weight (DAPO).
+    # constant: the sum over all tokens, divided later by a number that does not depend on the
+    #     lengths. Each token has the same weight in every step (Dr. GRPO, arXiv 2503.20783, section
+    #     3.1).
     loss_BT = _zero_outside(mask_BT, loss_BT)
     if aggregation == "response_mean":
         lengths_B = mask_BT.sum(dim=1).clamp(min=1)
@@ -316,19 +331,21 @@ def loss_denominator(
     aggregation: Aggregation = "response_mean",
     max_length: float | None = None,
 ) -> Tensor:
-    """Contribution of these rows to D, the denominator of the sum of :func:`policy_loss`.
+    """Denominator D_i of these completions alone, for the sum of :func:`policy_loss`.
 
-        response_mean    D = number of rows b with sum_t m_bt > 0       (GRPO, eq. 3)
-        token_mean       D = sum_b sum_t m_bt                           (DAPO, eq. 8)
-        constant         D = B * max_length                             (Dr. GRPO, arXiv 2503.20783)
+        response_mean    D_i = number of rows b with sum_t m_bt > 0     (GRPO, eq. 3)
+        token_mean       D_i = sum_b sum_t m_bt                         (DAPO, eq. 8)
+        constant         D_i = B * max_length                           (Dr. GRPO, arXiv 2503.20783)
 
-    The caller adds up D over all micro-batches and ranks of an optimizer step before the first
-    backward pass.
+    D is the sum of D_i over all micro-batches and ranks of an optimizer step. The caller adds them
+    up before the first backward pass. If no token is trained on, D can be 0: the caller must guard
+    the division.
 
     Args:
         mask_BT: ``[B, T]`` the mask m, True (or 1) at the tokens to train on.
         aggregation: see above.
-        max_length: the completion length of ``constant``, in tokens.
+        max_length: the completion length of ``constant``, in tokens. It is only a factor, so a
+            float is accepted.
 
     Returns:
         A scalar, fp32.
@@ -339,11 +356,14 @@ def loss_denominator(
     _check_aggregation(aggregation, max_length)
     mask_BT = mask_BT.bool()
     if aggregation == "response_mean":
+        # A completion without tokens has no mean and adds nothing to the sum. If it counted, it
+        # would make the loss of the others smaller.
         count = mask_BT.any(dim=1).sum()
     elif aggregation == "token_mean":
         count = mask_BT.sum()
     else:
-        # Rows without a token count too: the point of a constant is that no length changes it.
+        # Completions without tokens count too: the point of a constant is that no length changes
+        # it.
         count = torch.tensor(len(mask_BT) * max_length, device=mask_BT.device)
     return count.to(torch.float32)
 
@@ -354,13 +374,13 @@ def importance_ratio(
     mask_BT: Tensor,
     importance_level: ImportanceLevel = "token",
 ) -> Tensor:
-    """Importance ratio ``[B, T]``: the probability of a token now over the old one.
+    """Importance ratio ``[B, T]``: the probability of a token now over its old probability.
 
         token        ratio_bt = exp(lp_bt - old_bt)                               (GRPO, eq. 3)
         sequence     ratio_bt = exp( mean_t (lp_bt - old_bt) )                    (GSPO, eq. 7)
 
-    The ratio of ``sequence`` (arXiv 2507.18071) is the geometric mean of those of ``token``. It is
-    the same for all tokens of a response, and its gradient reaches all of them.
+    The ratio of ``sequence`` (arXiv 2507.18071) is the geometric mean of the completion's ratios of
+    ``token``. It is the same for all tokens of a completion, and its gradient reaches all of them.
 
     Log-probs outside of the mask must be 0. The ratio is 1 there.
     """
@@ -368,8 +388,8 @@ def importance_ratio(
     if importance_level == "sequence":
         mean_B1 = _mean_of_tokens(log_ratio_BT, mask_BT)
         log_ratio_BT = _zero_outside(mask_BT, mean_B1)  # broadcasts to [B, T]
-    # An infinite ratio times 0 (an advantage of 0, a product that is clipped) would be NaN in the
-    # gradient.
+    # Capped, because the backward of exp multiplies by the ratio: an infinite ratio times a zero
+    # gradient (of an advantage of 0, or of a product that is clipped) would be NaN.
     return log_ratio_BT.clamp(max=MAX_LOG_RATIO).exp()
 
 
@@ -390,8 +410,13 @@ def surrogate_loss(
         sapo         L = - 4/tau sigmoid(tau (ratio - 1)) A
 
     sg stops the gradient, ``(low, high)`` are the bounds, tau is ``SAPO_TEMPERATURE_POS`` where
-    A > 0, else ``SAPO_TEMPERATURE_NEG``. At ratio 1 the gradient of each is that of reinforce,
-    because d ratio / d lp = ratio.
+    A > 0, else ``SAPO_TEMPERATURE_NEG``.
+
+    At ratio 1, d L / d lp of each is that of reinforce, - A:
+
+    - clip: the ratio is within the bounds, so L = - ratio A, and d ratio / d lp = ratio = 1.
+    - cispo, dppo_tv: the weight of lp is the ratio, 1.
+    - sapo: d L / d ratio = - A, and d ratio / d lp = 1.
 
     With dppo_tv the loss of the :func:`clipped_tokens` is 0; :func:`policy_loss` sets this.
 
@@ -404,25 +429,27 @@ def surrogate_loss(
     if objective == "clip":
         # With A > 0 the loss pushes the ratio up, with A < 0 down. Where the ratio is past the
         # bound in this direction, the minimum is the clipped product, whose gradient is 0: the loss
-        # gains nothing by moving on. Everywhere else the minimum is ratio * A, with a gradient.
+        # gains nothing by moving on. Everywhere else the minimum without delta is ratio * A, with a
+        # gradient.
         #
         # With A < 0 this gradient grows with the ratio, and a single token of a large ratio could
-        # dominate the update: hence delta, an upper bound.
+        # dominate the update: hence delta, an upper bound of the ratio.
         bounded_BT = ratio_BT if delta is None else ratio_BT.clamp(max=delta)
         clipped_BT = ratio_BT.clamp(*bounds)
         return -torch.minimum(bounded_BT * A_B1, clipped_BT * A_B1)
 
     if objective == "sapo":
-        # With s = sigmoid(...), d L / d ratio = - 4 s (1 - s) A. At ratio 1, where s = 1/2, this is
-        # - A. It fades gradually on both sides, where the gradient of clip drops to 0 at a bound.
+        # With s = sigmoid(tau (ratio - 1)), the gate, d L / d ratio = - 4 s (1 - s) A. At ratio 1,
+        # where s = 1/2, this is - A. Away from 1 it fades gradually, while the gradient of clip
+        # drops to 0 at a bound.
         pos = A_B1.new_tensor(SAPO_TEMPERATURE_POS)
         neg = A_B1.new_tensor(SAPO_TEMPERATURE_NEG)
         tau_B1 = torch.where(A_B1 > 0, pos, neg)
         gate_BT = torch.sigmoid(tau_B1 * (ratio_BT - 1))
-        return -gate_BT * 4 / tau_B1 * A_B1
+        return -gate_BT * 4 / tau_B1 * A_B1  # - (4 / tau) gate A
 
-    # cispo and dppo_tv: the ratio is a constant weight of the gradient of lp. Its bound does not
-    # take away the gradient, as it does with clip.
+    # cispo and dppo_tv: the ratio is a constant weight of the gradient of lp. Unlike clip, a bound
+    # of the ratio limits this weight and does not take away the gradient.
     max_weight = bounds[1] if objective == "cispo" else MAX_DPPO_WEIGHT
     weight_BT = ratio_BT.detach().clamp(max=max_weight)
     return -weight_BT * A_B1 * logprobs_BT
@@ -442,18 +469,19 @@ def clipped_tokens(
         others           none                            none
 
     With ``clip`` and ``dppo_tv`` these tokens have no policy gradient, with ``cispo`` a smaller
-    one. Tokens whose ratio is above ``delta`` are not among them. A user's loss is reported as if
-    it clipped like ``clip``.
+    one. Tokens whose ratio is above ``delta`` are not among them. A user's function is reported
+    like ``clip``, because it gets the bounds of ``clip``, and nothing tells where it clips.
 
     Args:
         objective: a name, or a function of the user.
         ratio_or_probability_change_BT: the importance ratio. With ``dppo_tv``, the change of the
-            token's probability, ``exp(lp) - exp(old)``. The absolute change is the total variation
-            distance of two distributions over two outcomes, "this token" and "any other", and is at
-            most that of the distributions over the vocabulary.
+            token's probability, ``exp(lp) - exp(old)``.
         A_B1: advantages.
         bounds: ``(low, high)``.
     """
+    # DPPO bounds the total variation distance of old and new policy. |change| is the distance of
+    # their distributions over two outcomes, this token and any other. It is a lower bound of the
+    # distance of the distributions over the vocabulary.
     low, high = bounds
     is_low_BT = ratio_or_probability_change_BT < low
     is_high_BT = ratio_or_probability_change_BT > high
@@ -475,14 +503,21 @@ def kl_estimate(
         k1 = - d             k2 = d^2 / 2             k3 = exp(d) - d - 1,       d = ref - lp
 
     Schulman, "Approximating KL Divergence", 2020 (joschu.net/blog/kl-approx.html); k3 in GRPO,
-    eq. 4. Over tokens v drawn by the policy, E[-d] is the KL, and
-    E[exp(d)] = sum_v exp(lp_v) exp(d_v) = sum_v exp(ref_v) = 1. So k1 and k3 are unbiased, and k2
-    is an approximation for small d.
+    eq. 4. Let E be the mean over tokens v drawn by the policy:
 
-    The gradient of an unbiased estimate need not be the gradient of the KL. Over the same tokens it
-    is on average 0 for k1, that of KL(policy || reference) for k2, and that of
-    KL(reference || policy) for k3. Multiplied by the ratio of the token (``unbiased_kl``), k1 and
-    k3 have the gradient of KL(policy || reference).
+        E[-d]     = KL(policy || reference)
+        E[exp(d)] = sum_v exp(lp_v) exp(d_v) = sum_v exp(ref_v) = 1
+
+    So k1 and k3 are unbiased. k2 is an approximation for small d.
+
+    The gradient of an unbiased estimate need not be the gradient of the KL:
+
+        E[gradient of k1] = 0
+        E[gradient of k2] = gradient of KL(policy || reference)
+        E[gradient of k3] = gradient of KL(reference || policy)
+
+    Multiplied by the ratio of the token (``unbiased_kl``), k1 and k3 have on average the gradient
+    of KL(policy || reference).
     """
     d_BT = ref_logprobs_BT - logprobs_BT
     if kl_estimator == "k3":
@@ -490,7 +525,9 @@ def kl_estimate(
         # exp(d) - 1 is 0 on average, and for small d it nearly cancels -d: k3 varies less than k1.
         #
         # No cap against overflow: as d <= -lp, exp(d) overflows only at a token with a probability
-        # below exp(-88) under the policy.
+        # below exp(-88) under the policy. An infinite ratio can meet a gradient that is rightly 0,
+        # and make it NaN: hence its cap. The gradient of k3 there is large, and a cap would set it
+        # to 0. If it overflows, the optimizer step is skipped.
         return d_BT.exp() - d_BT - 1
     if kl_estimator == "k2":
         return d_BT**2 / 2
@@ -516,10 +553,14 @@ def sampler_weights(
 
     The last two columns are the weight where the ratio is within the bounds, and outside of them.
 
-    For any quantity f, the mean of ratio * f over draws of the sampler is the mean of f over draws
-    of the old policy. Bounds make this inexact, and reduce the variance. ``truncate`` is TIS,
-    truncated importance sampling: fengyao.notion.site/off-policy-rl. ``mask`` is MIS, masked
-    importance sampling: ringtech.notion.site/icepop.
+    Without bounds, the mean of ratio * f over draws of the sampler is the mean of f over draws of
+    the old policy: with ``sequence_...`` for any quantity f of a completion, with ``token_...`` for
+    any f of one token after given tokens. Bounds make this inexact, and reduce the variance.
+    ``geometric_mask`` does not weight: it drops completions that sampler and old policy rate too
+    differently.
+
+    ``truncate`` is TIS, truncated importance sampling: fengyao.notion.site/off-policy-rl. ``mask``
+    is MIS, masked importance sampling: ringtech.notion.site/icepop.
 
     Args:
         old_logprobs_BT: the old log-probs.
@@ -530,8 +571,8 @@ def sampler_weights(
         highest: ``sampler_correction_max``, the upper bound of the ratio. None: no bound.
 
     Returns:
-        The weights, and True where a ratio was outside of the bounds: ``[B, T]`` or ``[B, 1]``
-        each, without gradient.
+        The weights, and a boolean tensor, True where a ratio was outside of the bounds. Both have
+        the shape in the table, and no gradient.
     """
     log_ratio = _zero_outside(mask_BT, old_logprobs_BT.detach() - sampling_logprobs_BT.detach())
     if correction == "geometric_mask":
@@ -563,7 +604,7 @@ def off_policy_mask(
     mask_BT: Tensor,
     threshold: float,
 ) -> Tensor:
-    """Return ``[B, 1]`` True at the completions that keep their policy term, False at masked ones.
+    """Mask ``[B, 1]``: True = the policy term of the completion is kept.
 
         False if  A_b < 0  and  mean_t (sampling_bt - lp_bt) > threshold      (in nats)
 
@@ -577,14 +618,17 @@ def off_policy_mask(
 
 
 def entropy_threshold(entropies_N: Tensor, fraction: float) -> Tensor:
-    """Return the entropy that this fraction of the tokens have or exceed; infinity without tokens.
+    """Return the ``1 - fraction`` quantile of the entropies.
 
-    Tokens of high entropy are the forks in a response. With ``algorithm.top_entropy_quantile`` as
-    the fraction, only they have a policy term (arXiv 2506.01939): ``grpo.run.passes`` makes
+    Without tokens it is infinity, so that no token passes.
+
+    Tokens of high entropy are the forks in a completion. With ``algorithm.top_entropy_quantile`` as
+    the fraction, only these tokens have a policy term (arXiv 2506.01939): ``grpo.run.passes`` makes
     ``policy_mask_BT`` from this threshold.
 
     Args:
-        entropies_N: ``[N]`` entropies of the tokens to train on, of all rows and ranks, in nats.
+        entropies_N: ``[N]`` entropies of the tokens to train on, of all completions and ranks, in
+            nats.
         fraction: above 0, at most 1.
 
     Returns:
@@ -600,7 +644,7 @@ def entropy_threshold(entropies_N: Tensor, fraction: float) -> Tensor:
 def _mean_of_tokens(values_BT: Tensor, mask_BT: Tensor) -> Tensor:
     """Mean ``[B, 1]`` over the tokens of the mask; the values outside of it must be 0."""
     lengths_B1 = mask_BT.sum(dim=1, keepdim=True)
-    # A row without a token has the mean 0, not NaN.
+    # A completion without tokens has the mean 0, not NaN.
     return values_BT.sum(dim=1, keepdim=True) / lengths_B1.clamp(min=1)
 
 
