@@ -14,12 +14,13 @@ failed. This is the only protocol, and nothing here knows what an object is for.
                            | a socket
     worker process       Host             loads objects, calls their methods, sends answers
                          object           a reward function with its settings, for example;
-                                          convert_result() lets its methods be async or not
+                                          convert_result() lets the user's function be
+                                          sync or async
 
 A process that does not answer in time is killed, with all processes of its process group: a call
 that hangs in Python cannot be stopped in another way. The answer says ``"timeout"``, the objects of
-the process are lost, and the next request starts a new process, which loads them again. However the
-trainer ends, its workers end with it.
+the process are lost, and the next request starts a new process, which loads each object again
+before the first request to it. However the trainer ends, its workers end with it.
 
 A worker protects the run from mistakes, not from malice: it has all rights of the user. Code that
 the model wrote runs in a *sandbox* (:func:`grpo.workers.sandbox.run_python`), where the kernel

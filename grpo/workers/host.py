@@ -55,9 +55,9 @@ class Host:
         """Call one method after the other. Then await together the results that are awaitables.
 
         Each awaitable is cancelled ``limit_s`` seconds after all methods have been called. Nothing
-        else is stopped here: a method that hangs is ended from outside, with its process. The
-        trainer counts from sending the requests, so its kill comes before the cancelling if the
-        calls together take longer than :data:`grpo.workers.process.GRACE_SECONDS`.
+        else is stopped here: a method that hangs is ended from outside, with its process. The calls
+        themselves may use up to :data:`grpo.workers.process.GRACE_SECONDS` together: if they take
+        longer, the trainer kills the process before the awaitables reach their limit.
         """
         answers = [self._call(request) for request in requests]
         if any(inspect.isawaitable(answer.value) for answer in answers):
@@ -65,6 +65,7 @@ class Host:
         return answers
 
     def _call(self, request: Request) -> Answer:
+        """Call a method. The answer's value may be an awaitable, which :meth:`ask` then awaits."""
         # Outside the try: a key that is not loaded is a mistake of grpo and ends the process.
         target = self.objects[request.key]
         try:
@@ -79,12 +80,13 @@ def error_answer(error: BaseException, target: Any = None) -> Answer:
     """Return the answer for an exception.
 
     Args:
-        target: the loaded object whose method raised it. Default: raised by no method.
+        target: the loaded object whose method raised the exception. Default: no object, such as for
+            a message that cannot be pickled.
     """
-    # The traceback begins with the user's code. The frames before that are left out: they are in
-    # this file and in the file that defines the target's class, and the user knows neither.
+    # At its beginning, the traceback has frames of this file and of the file that defines the
+    # target's class, which the user does not know. These frames are left out.
     target_module = sys.modules.get(type(target).__module__)
-    # Without a target the module is builtins, which has no file.
+    # If the target is None, the module is builtins, which has no file.
     hidden_files = {__file__, getattr(target_module, "__file__", None)}
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename in hidden_files:
@@ -102,9 +104,10 @@ def error_answer(error: BaseException, target: Any = None) -> Answer:
 
 
 def convert_result(result: Any, convert: Callable[[Any], Any]) -> Any:
-    """Return ``convert(result)``; or for an awaitable result, an awaitable that gives this value.
+    """Return ``convert(result)``. If the result is awaitable, return an awaitable that awaits the
+    result and then converts it.
 
-    Loaded objects call it with the result of a user's function, which may be async or not.
+    Loaded objects call this with the result of a user's function, which may be sync or async.
     """
     if not inspect.isawaitable(result):
         return convert(result)
@@ -118,8 +121,9 @@ def convert_result(result: Any, convert: Callable[[Any], Any]) -> Any:
 async def _await_all(answers: Sequence[Answer], limit_s: float) -> list[Answer]:
     coroutines = [_await_value(answer, limit_s) for answer in answers]
     results = await asyncio.gather(*coroutines, return_exceptions=True)
-    # User code may cancel its own task and return without another await. asyncio then sets the
-    # CancelledError only after _await_value() has returned, so the error is handled here.
+    # The user's coroutine may cancel its own task and return without another await. asyncio then
+    # raises CancelledError in place of the return value of _await_value(), whose except clause
+    # never sees it. So the error is among these results.
     return [
         result if isinstance(result, Answer) else error_answer(result)
         for result in results
@@ -138,7 +142,8 @@ async def _await_value(answer: Answer, limit_s: float) -> Answer:
     except REQUEST_ERRORS as error:
         if limit.expired():
             # The awaitable may wait for a thread (asyncio.to_thread), which cannot be cancelled and
-            # may hang for ever. Later awaitables get new threads, so that none waits for that one.
+            # may hang for ever. The default executor has few threads, and later awaitables would
+            # wait for a free one. So they get a new executor.
             loop = asyncio.get_running_loop()
             loop.set_default_executor(ThreadPoolExecutor())
             return Answer("timeout", message=f"it did not return within {limit_s:g} s")
@@ -148,7 +153,7 @@ async def _await_value(answer: Answer, limit_s: float) -> Answer:
 def serve(descriptor: int, parent: int) -> None:
     """Answer requests until this process is killed, or the closed connection raises ``EOFError``.
 
-    If one answer to a list of requests cannot be pickled, all of them get that error as the answer.
+    If one answer to a list of requests cannot be pickled, each request of the list gets this error.
 
     Args:
         descriptor: file descriptor of the connection to the trainer.
@@ -176,6 +181,7 @@ def serve(descriptor: int, parent: int) -> None:
         try:
             connection.send(answers)
         except Exception as error:
-            # The class of a result decides how it is pickled, so it may raise any exception.
+            # A value or an exception may be of a class that the user defined. Such a class decides
+            # how it is pickled, so it may raise any exception.
             answer = error_answer(error)
             connection.send([answer] * len(answers))

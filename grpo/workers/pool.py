@@ -34,8 +34,8 @@ class Worker:
     Args:
         factories: key of an object -> its factory. All workers of a pool share this mapping, to
             which the pool adds.
-        start: returns a new process; for an :class:`InProcessWorker`, a :class:`Host`, which has
-            the same method ``ask``.
+        start: returns a new process; for an :class:`InProcessWorker`, a :class:`Host`, which also
+            has ``ask`` and ``has_ended``, and is never killed.
     """
 
     def __init__(
@@ -62,8 +62,8 @@ class Worker:
     def ask(self, requests: Sequence[Request], limit_s: float) -> list[Answer]:
         """Send requests together, and return their answers.
 
-        Starts the process and loads the objects if need be. If the process cannot load one of them,
-        the answer to that is the answer of each request. A process that does not answer within
+        Starts the process and loads the objects if need be. If loading an object fails, every
+        request gets the answer of that failed load. A process that does not answer within
         ``limit_s`` seconds is killed (:meth:`grpo.workers.process.WorkerProcess.ask`).
         """
         if self._is_closing:
@@ -77,8 +77,9 @@ class Worker:
             self.kill()
             process = self._process = self._start()
             self._loaded_keys.clear()
-            # Closing may have begun during the start, when there was no process to kill. The
-            # requests below then go to a killed process, so that each is answered with "died".
+            # Another thread may have begun to close this worker during the start, when it found no
+            # process to kill. So the process is killed here. Sending to it fails below, and each
+            # request gets the answer "died".
             if self._is_closing:
                 self.kill()
 
@@ -94,10 +95,13 @@ class Worker:
         return process.ask(requests, limit_s)
 
     def ask_if_loaded(self, request: Request) -> None:
-        """Send a last request if a process has loaded the object of the request."""
+        """Send a request if the process has loaded its object, and drop the answer.
+
+        :meth:`Pool.close` sends its last request by this method: no process is started for it.
+        """
         process = self._process
-        # A child of a process that has ended may hold its connection: the answer would be waited
-        # for, although nobody can send it.
+        # If the process has ended but a child that it forked still holds the connection, ask()
+        # would wait in vain.
         if process and not process.has_ended and request.key in self._loaded_keys:
             process.ask([request], CLOSE_SECONDS)
 
@@ -135,7 +139,11 @@ class InProcessWorker(Worker):
     """
 
     def submit(self, job: Callable, *arguments: Any) -> Future:
-        """Run a job at once. Unlike in :meth:`Worker.submit`, an exception of it is raised here."""
+        """Run a job at once, and return a Future that is done.
+
+        An exception of the job is raised here, not stored in the Future: the job runs in the
+        caller's thread, so no other thread has to pass the exception on.
+        """
         done = Future()
         done.set_result(job(*arguments))
         return done
@@ -192,7 +200,9 @@ class Pool:
         # Not after a timeout or a death: the object would do the same to this process.
         if answer.status == "error" and or_in_process:
             # Usually the object cannot be pickled, since it holds a connection, for example, or the
-            # worker cannot unpickle it. An error of the object itself comes again here.
+            # worker cannot unpickle it. The note below says so. Errors of another kind are
+            # possible: most are raised in this process too, and then there is no note. An object
+            # that fails only in a worker gets the note, with its error as the reason.
             reason = answer.error
             (answer,) = self.in_process_worker.ask([request], LOAD_SECONDS)
             if answer.status == "ok":
@@ -223,10 +233,11 @@ class Pool:
         """
         if last_request is not None:
             futures = [worker.submit(worker.ask_if_loaded, last_request) for worker in self.workers]
-            # A worker that is busy, or whose object does not answer, is not waited for any longer.
+            # After CLOSE_SECONDS this wait ends, although a worker may still be busy with an
+            # earlier job, or wait for the answer to the last request.
             wait(futures, CLOSE_SECONDS)
-        # close() waits for the running job of its worker. All processes are killed before the first
-        # wait, so that all jobs end at the same time.
+        # Worker.close() waits for the job that its thread runs. All processes are killed before the
+        # first wait, so that all jobs end at the same time.
         for worker in self.workers:
             worker.begin_closing()
         for worker in self.workers:

@@ -26,13 +26,16 @@ from grpo.workers.protocol import Answer, Request
 MAX_ANSWER_BYTES = 1 << 28
 """Largest pickled list of answers: 256 MiB. The process that sends a larger one is killed."""
 STDERR = 2
-"""File descriptor of the trainer's stderr, to which workers print everything."""
+"""File descriptor of the trainer's stderr, to which workers print everything. The trainer's stdout
+may be a pipe, through which another program reads the results of a command: what an object prints
+must not get among them."""
 GRACE_SECONDS = 1.0
 """Time from the limit until the kill, in which a worker can cancel awaitables and answer."""
 
-# Program of a worker process. Its arguments: file descriptor of the connection, process id of the
-# trainer, then the folders of sys.path. With -c, Python puts the working folder first in sys.path,
-# so only the built-in module sys is imported before sys.path is replaced.
+# Program of a worker process, run by `python -c`. sys.argv[1] is the file descriptor of the
+# connection, sys.argv[2] the process id of the trainer, and the rest the folders for sys.path.
+# With -c, Python puts the working folder first in sys.path, where a file of the user may have the
+# name of a module. So nothing but sys, which is built in, is imported before sys.path is replaced.
 _BOOTSTRAP = (
     "import sys; sys.path[:] = sys.argv[3:]; "
     "from grpo.workers.host import serve; serve(*map(int, sys.argv[1:3]))"
@@ -97,16 +100,17 @@ class WorkerProcess:
         """Return the answers of the process's :meth:`grpo.workers.host.Host.ask`.
 
         The process is killed if it has not sent all answers :data:`GRACE_SECONDS` after the limit,
-        or if it sends bytes that are too many or no list of answers. Then, or if it ends by itself,
-        each request gets the same answer, with the cause. After bytes that cannot be read, the
-        cause is "ended by signal 9", which is our kill, and the error of the reading.
+        or sends an answer that is too large or cannot be unpickled. Then, or if the process ends by
+        itself, each request gets the same answer, with the cause in its message. If the answer was
+        too large or unreadable, the message shows signal 9 (our own kill) and the read error.
 
         An argument that cannot be pickled makes all these requests fail, since they are one
         message.
         """
-        # cloudpickle, since arguments may be of classes that the user's script defines: it sends
-        # such a class along, which the worker cannot import. Answers need only pickle: they hold
-        # built-in types and classes of grpo.
+        # cloudpickle, since arguments may be of classes that the user's script defines, and the
+        # worker cannot import the script: cloudpickle sends the definition of such a class. Answers
+        # need only pickle: almost all hold built-in types and classes of grpo. serve() answers with
+        # an error if one cannot be pickled.
         try:
             pickled = cloudpickle.dumps((requests, limit_s))
         except Exception as error:
@@ -121,6 +125,9 @@ class WorkerProcess:
         timer.start()
         try:
             self._connection.send_bytes(pickled)
+            # Answers that arrive as the timer fires are returned, although the process is killed.
+            # This is accepted: the answers are right, and the next request finds that the process
+            # has ended and starts another.
             return pickle.loads(self._connection.recv_bytes(MAX_ANSWER_BYTES))
         except Exception as error:
             # The process has ended, or its answer is too large, or an object has written to the
@@ -160,7 +167,7 @@ class WorkerProcess:
             cause = f"did not answer within {limit_s:g} s"
         else:
             status = "died"
-            # A negative exit status is the number of the signal that ended the process.
+            # After a signal, the exit status is minus the signal's number.
             if exit_status < 0:
                 end = f"ended by signal {-exit_status}"
             else:

@@ -36,7 +36,7 @@ class Factory:
         # Unpickling the user's function may import modules that the worker lacks. If it were a
         # plain part of the message, the worker could not read the message and would end. As bytes,
         # it is unpickled in Host.load(), and only this request fails. `make` and `arguments` need
-        # no such care: they are a class of grpo, and built-in types.
+        # no such care: `make` is a class of grpo, and `arguments` holds built-in types.
         data = None if self.user_object is None else cloudpickle.dumps(self.user_object)
         return Factory, (self.make, self.arguments, data)
 
@@ -56,13 +56,24 @@ class Answer:
     """The result of one request, or the reason why it has none."""
 
     status: str = "ok"
-    """``"ok"``, ``"error"`` (the method raised), ``"timeout"``, ``"died"`` (the worker process
-    ended) or ``"skipped"``: the last is made by callers, for a request that they did not send."""
+    """One of these:
+
+    - ``"ok"``: the method returned ``value``.
+    - ``"error"``: the method, loading the object, or pickling a message raised an exception.
+    - ``"timeout"``: there was no result in time. Either an awaitable was cancelled and the process
+      lives (``is_worker_lost`` is False), or the process was killed (``is_worker_lost`` is True).
+    - ``"died"``: the worker process ended for another reason, or its worker is being closed.
+      ``is_worker_lost`` is True.
+    - ``"skipped"``: the caller did not send the request, and made this answer itself.
+    """
     value: Any = None
     """Result of the method. For an error: the exception if it is a :class:`grpo.system.UserError`,
-    since callers treat some of its types in another way than other errors; otherwise None."""
+    otherwise None. Callers look at the type: a ``RewardContractError``, for example, ends the run.
+    """
     message: str = ""
-    """The whole text of an exception, without its type; or the cause of a timeout or a death."""
+    """The whole text of an exception, without its type. For the statuses ``"timeout"``, ``"died"``
+    and ``"skipped"``: the cause, as a clause about the object, such as ``it did not return within
+    5 s``. Callers put it after the object's name."""
     error: str = ""
     """An exception in one line: its type and the first line of its text. Otherwise empty."""
     trace: str = ""

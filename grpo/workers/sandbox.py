@@ -4,7 +4,8 @@
 the functions of ``sandbox_linux.py``, and then runs the code once per test. Each call has a new
 sandbox. ``docs/rewards.md`` lists the layers of the sandbox and what they do not protect against.
 If the machine cannot provide a layer, :class:`SandboxUnavailable` names the layer and no code runs,
-unless ``allow_unsandboxed`` is on: then the code runs with the layers that there are.
+unless ``allow_unsandboxed`` is on: then, on Linux, the code runs with the layers that the machine
+can provide.
 
 A test is of one of two kinds. A *statement* test ``{"code": source}`` runs ``source`` after the
 code, in the same module, and passes if nothing raises. A *program* test ``{"input": text}`` runs
@@ -31,9 +32,10 @@ class SandboxUnavailable(ValueError):
 
 
 class SandboxError(RuntimeError):
-    """The sandbox failed before the code ran.
+    """The driver sent no message, or reported an error before the first test had a result.
 
-    A failure after that is a failed test, because the code can be its cause.
+    Usually no code has run then. Any other failure of the driver gives failed tests, because the
+    code can be its cause.
     """
 
 
@@ -70,8 +72,9 @@ class SandboxResult:
     """One of these:
 
     - ``"passed"``: the statement raised nothing, or the program ended with status 0.
-    - ``"failed"``: the code or the statement raised an exception, or its process ended otherwise.
-    - ``"timeout"``: the test did not end in time.
+    - ``"failed"``: the code or the statement raised an exception, the process ended in another way
+      (by a signal, or before the statement was through), or the driver ended before the result.
+    - ``"timeout"``: the test did not end in time, or ``Limits.total_seconds`` had passed before it.
     - ``"output"``: the test printed more than ``Limits.output_kb``.
     """
     output: str = ""
@@ -95,7 +98,7 @@ def run_python(
 
     Raises:
         SandboxUnavailable: if a layer is missing and ``allow_unsandboxed`` is off.
-        SandboxError: if the sandbox failed before the code ran.
+        SandboxError: if the sandbox failed, usually before the code ran.
     """
     # Working folder of the code if a layer of the sandbox is missing. Only then does the driver
     # make this folder. It is named here so that it is removed below, however the driver ends.
@@ -114,18 +117,22 @@ def run_python(
         output = subprocess.run(
             python,
             input=json.dumps(job).encode(),
+            # This captures stderr too, which is dropped: the driver reports its errors on stdout.
             capture_output=True,
             # The driver ends by itself after total_seconds, unless it hangs.
             timeout=limits.total_seconds + _DRIVER_SECONDS,
             env={},
             cwd="/",
-            # Without this, a Ctrl-C in the terminal would end the driver and so fail the test.
+            # Without this, a Ctrl-C in the terminal would end the driver and so fail the test. The
+            # driver still ends with this process, by end_with_parent().
             start_new_session=True,
         ).stdout
     except subprocess.TimeoutExpired as late:
-        # The tests that have ended keep their results.
+        # run() has killed the driver. The tests that have ended keep their results, and _results()
+        # counts the others as failed.
         output = late.stdout or b""
     # The code may have made thousands of nested folders, at which rmtree raises RecursionError.
+    # What rmtree has not yet removed then stays in /tmp.
     with contextlib.suppress(RecursionError):
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -139,7 +146,8 @@ def _results(messages: list[dict], num_tests: int, allow_unsandboxed: bool) -> l
     if not messages:
         messages = [{"error": "it ended before the first test"}]
     # The first message names the missing layers, the second is the result of the first test. An
-    # error in a later message can be the code's doing, so the sandbox has not failed.
+    # error in their place counts as a failure of the sandbox, although the code of the first test
+    # may have run already. An error in a later message counts as the code's doing.
     for message in messages[:2]:
         if "error" in message:
             raise SandboxError(f"the sandbox failed: {message['error']}")

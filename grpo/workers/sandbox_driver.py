@@ -41,16 +41,19 @@ del sys.modules["sandbox_linux"]
 
 def main() -> None:
     """Confine this process, run each test of the job in a child, and print the results."""
-    # A process inherits which signals are ignored. If SIGCHLD were, waitpid would find no child.
+    # A process inherits which signals are ignored. If the trainer ignored SIGCHLD, the kernel would
+    # drop the exit status of each child, and waitpid could not return it.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     # Processes of a namespace can send its process 1 only the signals for which it has a handler.
     # Python installs a handler for SIGINT, so that a test could interrupt the driver.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     job = SimpleNamespace(**json.load(sys.stdin))
 
-    # The order matters: mounts need root, the change of the user needs a capability, and seccomp
-    # denies mounts. enter_namespaces() forks: the launcher stays in that function, and only the
-    # child, which is the driver, returns from it.
+    # The order matters. Mounts need a capability, which the change of the user takes away. The
+    # change of the user needs capabilities, which drop_capabilities() takes away. The seccomp
+    # filter denies mounts, and needs PR_SET_NO_NEW_PRIVS, which drop_capabilities() sets.
+    # enter_namespaces() forks: the launcher stays in that function, and only the child, which is
+    # the driver, returns from it.
     missing = []
     layers = {
         "namespaces and a file tree of its own": lambda: linux.enter_namespaces(job.disk_mb),
@@ -62,8 +65,9 @@ def main() -> None:
         try:
             enter()
         except Exception as error:
-            # The layer is missing, whatever the reason: the kernel refuses it, this is not Linux,
-            # or the table of system calls has no column for this machine.
+            # The layer is missing, whatever the reason: the kernel refuses it, the libc of another
+            # system than Linux lacks the function, or the table of system calls has no column for
+            # this machine.
             missing.append(f"{layer} ({error})")
 
     # If nobody reads stdout any more, this raises an exception and no code is run.
@@ -75,6 +79,7 @@ def main() -> None:
             # The missing layer may be the file tree with the working folder of the sandbox.
             os.mkdir(job.folder, 0o700)
             os.chdir(job.folder)
+        # The environment was empty when Python started, and Python may have added LC_CTYPE.
         os.environ.clear()
         os.environ.update(HOME=os.getcwd(), TMPDIR=os.getcwd())
         deadline = time.monotonic() + job.total_seconds
@@ -97,18 +102,21 @@ def _run_test(job: SimpleNamespace, test: dict, deadline: float) -> dict:
     is_statement = "code" in test
     read_end, write_end = os.pipe()
     child = os.fork()
-    # The child ends in one of three ways: _exit(1) after an exception, _exit(0) after a statement,
-    # and otherwise the usual end of Python, since the threads, atexit functions and buffers of a
-    # program are part of it.
     if child == 0:
         try:
             os.close(read_end)
             _run_code(job, test, write_end)
             if is_statement:
                 os.write(write_end, secret)
+                # The statement has passed. The threads and atexit functions of the code are no part
+                # of it, so they are not waited for.
                 os._exit(0)
         except BaseException:
+            # Otherwise main() would catch the exception in this child, which would then end with
+            # status 0, as if the program had passed.
             os._exit(1)
+        # The usual end of Python: the threads, atexit functions and buffers of a program are part
+        # of the program. main() does not catch SystemExit.
         raise SystemExit
     os.close(write_end)
 
@@ -118,25 +126,26 @@ def _run_test(job: SimpleNamespace, test: dict, deadline: float) -> dict:
     limit = job.output_kb * 1024
     text = b""
     ended_pid = 0
-    wait_status = 0
     while not ended_pid and len(text) <= limit and time.monotonic() < test_deadline:
+        # At most this much later, the end of the child is noticed. Meanwhile the core is free.
         time.sleep(0.0005)
         ended_pid, wait_status = os.waitpid(child, os.WNOHANG)
         # After waitpid, so that the last read gets all that the child has left in the pipe.
         with contextlib.suppress(BlockingIOError):
+            # One byte more than the limit shows that the output is too large.
             text += os.read(read_end, limit + 1)
     os.close(read_end)
     _kill_everything()
 
-    has_passed = wait_status == 0
-    if is_statement:
-        has_passed = text == secret
-    status = "passed" if has_passed else "failed"
     if len(text) > limit:
         status = "output"
     elif not ended_pid:
         status = "timeout"
-    # The output of a statement is the secret, if it has passed.
+    elif is_statement:
+        status = "passed" if text == secret else "failed"
+    else:
+        status = "passed" if wait_status == 0 else "failed"
+    # The pipe of a statement test is meant for the secret, so its text is no output.
     if is_statement:
         return {"status": status}
     return {"status": status, "output": text[:limit].decode(errors="replace")}
@@ -152,8 +161,9 @@ def _kill_everything() -> None:
                 os.kill(-1, signal.SIGKILL)
             else:
                 # Without a process namespace, -1 would mean all processes of this user. Orphans of
-                # the test have become children of this process. Only Linux has this file: on other
-                # systems the driver fails here, and no test has a result.
+                # the test have become children of this process, by PR_SET_CHILD_SUBREAPER in
+                # enter_namespaces(). Only Linux has this file: on other systems the driver fails
+                # here, and no test has a result.
                 with open("/proc/thread-self/children") as file:
                     children = file.read().split()
                 for child in children:
@@ -177,7 +187,9 @@ def _run_code(job: SimpleNamespace, test: dict, output: int) -> None:
         os.dup2(null, stream)
     is_program = "input" in test
     if is_program:
-        # Stdin is a file, not a pipe, since some programs ask for the size of stdin.
+        # Stdin is a file, not a pipe, since some programs ask for the size of stdin. An earlier
+        # test may have left something of this name, such as a link or a pipe. "x" does not open
+        # it, but raises, so that this test fails.
         with open(".stdin", "x+") as file:
             os.unlink(file.name)
             file.write(test["input"])
@@ -187,12 +199,13 @@ def _run_code(job: SimpleNamespace, test: dict, output: int) -> None:
 
     limits = {
         resource.RLIMIT_AS: job.memory_mb << 20,
-        # CPU time of all threads of a process together. The driver's clock ends a single thread
-        # before that, because of the second more, so that the status is "timeout".
+        # CPU time of all threads of a process together. One second more than the test's time, so
+        # that a busy thread meets the driver's deadline first, and counts as timeout.
         resource.RLIMIT_CPU: math.ceil(job.test_seconds) + 1,
         resource.RLIMIT_FSIZE: job.disk_mb << 20,
-        # The kernel counts the driver too, which has the same user. Where a user namespace was
-        # needed, so has the launcher: a test then has one process fewer.
+        # The kernel counts the processes of a user. The driver has the same user as the test, hence
+        # one more. If enter_namespaces() needed a user namespace, the launcher has this user, too,
+        # and a test can have one process fewer than job.processes.
         resource.RLIMIT_NPROC: job.processes + 1,
         resource.RLIMIT_NOFILE: 64,
         resource.RLIMIT_CORE: 0,
@@ -204,8 +217,8 @@ def _run_code(job: SimpleNamespace, test: dict, output: int) -> None:
 
     # Python opened sys.stdin on a pipe, which cannot seek. Descriptor 0 is now another file.
     sys.stdin = sys.__stdin__ = os.fdopen(0)
-    # In UTF-8 mode (-Xutf8), stdout would print text that is no valid Unicode. Elsewhere a program
-    # that prints such text fails.
+    # In UTF-8 mode (-Xutf8), stdout accepts text that is no valid Unicode. Without this mode and in
+    # a UTF-8 locale, a program that prints such text fails. It shall fail here, too.
     sys.stdout.reconfigure(errors="strict")
     # The module site defines these two, but -S leaves site out.
     builtins.exit = builtins.quit = sys.exit

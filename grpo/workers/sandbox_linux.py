@@ -1,9 +1,11 @@
 """Linux kernel features that confine a process: namespaces, mounts, users, capabilities, seccomp.
 
 ``sandbox_driver.py`` calls :func:`enter_namespaces`, :func:`drop_user`, :func:`drop_capabilities`
-and :func:`deny_system_calls`, in this order. Each raises ``OSError`` if the kernel refuses. The
-driver imports this file by its folder, without the package ``grpo``, which needs site-packages. So
-:func:`end_with_parent` is here once more, although ``grpo.system`` has it.
+and :func:`deny_system_calls`, in this order. Each raises ``OSError`` if the kernel refuses.
+:func:`deny_system_calls` raises ``KeyError`` on a machine that is neither x86_64 nor aarch64.
+
+The driver imports this file by its folder, without the package ``grpo``, which needs site-packages.
+So :func:`end_with_parent` is here once more, although ``grpo.system`` has it.
 """
 
 import ctypes
@@ -12,7 +14,9 @@ import re
 import signal
 import sys
 
-# Numbers of the kernel, from sched.h, mount.h and prctl.h. Python 3.11 has none of them.
+# Numbers of the kernel, from sched.h, mount.h and prctl.h. Python 3.11 has none of them. Flags
+# that are passed to unshare(), mount() and prctl() below have their kernel names here. Any other
+# number stands where it is used, with its kernel name in a comment.
 CLONE_NEWNS = 0x20000
 CLONE_NEWUSER = 0x10000000
 _NEW_NAMESPACES = (
@@ -28,7 +32,8 @@ _ANY_NAMESPACE = (
     | CLONE_NEWUSER
     | 0x2000000  # CLONE_NEWCGROUP
 )  # fmt: skip
-"""Flags of ``clone`` for all kinds of namespaces."""
+"""Flags of ``clone`` for all namespaces that it can create. Time namespaces are not among them:
+only ``unshare`` and ``clone3`` create these, and both are denied."""
 MS_RDONLY = 1
 MS_NOSUID = 2
 MS_NODEV = 4
@@ -52,8 +57,10 @@ WORK_FOLDER = "/sandbox"
 """Working folder inside the sandbox, below which no Python of a machine is installed."""
 
 # The system calls that are denied to the driver and the tests: names, and numbers on x86_64 and
-# aarch64. Programming exercises need none of them. The first row is no system call, but the number
-# by which seccomp knows the machine's architecture.
+# aarch64. Programming exercises need none of them. A list of the allowed calls would be stricter,
+# but Python and libc use different calls in each version, and the layers above already take away
+# files, network and processes. The first row is no system call, but the number by which seccomp
+# knows the machine's architecture.
 _DENIED_SYSTEM_CALLS = """
 architecture        0xC000003E  0xC00000B7
 
@@ -166,21 +173,23 @@ def enter_namespaces(disk_mb: int) -> None:
 
     The calling process, the launcher, stays in this function. It waits for the child and then
     exits. Root creates the namespaces directly, and changes its user later (:func:`drop_user`).
-    Other users, and root without the capability for that, create a user namespace too, in which
-    they keep their id.
+    Root without the capability ``CAP_SYS_ADMIN`` first becomes the sandbox user. This user, and
+    every other user than root, creates a user namespace too, and keeps its id in it.
     """
-    # In case the machine has no process namespaces, so that unshare fails below: the orphans of a
-    # test then become children of this process, which can find them.
+    # If unshare fails below, this process becomes the driver. As a subreaper it adopts the orphans
+    # of a test, so that _kill_everything() finds them.
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     end_with_parent()
 
-    # Process namespace: code in the sandbox sees no process of the machine and cannot signal one.
-    # Network namespace: no interface. The others: no shared memory, and no name of the machine.
+    # Five namespaces. Processes: code in the sandbox sees no process of the machine and cannot
+    # signal one. Mounts: a file tree of its own. Network: no interface. IPC: no shared memory and
+    # no queues of the machine. UTS: the name of the machine can be read, but not changed.
     try:
         unshare(_NEW_NAMESPACES)
     except PermissionError:
         drop_user()
-        # Otherwise /proc/self belongs to root, and the files below cannot be written.
+        # The change of the user clears this flag. Without the flag, the files of /proc/self belong
+        # to root, and this user could not write them below.
         prctl(PR_SET_DUMPABLE, 1)
         # The ids are read before unshare. After it, until the maps are written, all ids read as
         # NOBODY.
@@ -210,7 +219,7 @@ def drop_user() -> None:
     """
     if os.geteuid() == 0:
         os.setgroups([])
-        # For root, these set the real, the effective and the saved id.
+        # Called by root, setgid and setuid set the real, the effective and the saved id.
         os.setgid(NOBODY)
         try:
             os.setuid(_SANDBOX_USER)
@@ -236,7 +245,8 @@ def _add_mount_flags(folder: str, flags: int) -> None:
 
 
 def _enter_private_root(disk_mb: int) -> None:
-    """Change to a private file tree: read-only libraries, four devices, a small working folder.
+    """Change to a private file tree: read-only libraries, the dynamic linker's cache, four devices,
+    and a small working folder.
 
     The tree is mounted over ``/sys`` in a mount namespace of this process: nothing changes or is
     left on the machine itself. ``/sys`` exists on every machine, and the sandbox needs none of its
@@ -261,7 +271,7 @@ def _enter_private_root(disk_mb: int) -> None:
         f"{sys.base_exec_prefix}/lib",
         os.path.dirname(os.__file__),
     ]
-    # The last is the list in which the dynamic linker looks up libraries.
+    # ld.so.cache lists where the dynamic linker finds libraries.
     files = ["/dev/null", "/dev/zero", "/dev/random", "/dev/urandom", "/etc/ld.so.cache"]
     for path in map(os.path.normpath, folders + files):
         target = root + path
@@ -269,7 +279,7 @@ def _enter_private_root(disk_mb: int) -> None:
         if os.path.lexists(target) or not os.path.exists(path):
             continue
         os.makedirs(os.path.dirname(target), exist_ok=True)
-        # A mount point must exist. Without a mode, mknod makes an empty regular file.
+        # A mount point must exist. mknod makes an empty regular file, by its default mode.
         make = os.mknod if path in files else os.mkdir
         make(target)
         mount(path, target, flags=MS_BIND | MS_REC)
@@ -319,17 +329,21 @@ def deny_system_calls() -> None:
     # The rule of the names: if `if_...` holds, the next instruction is run. If it does not hold,
     # the next instruction is skipped, or the next 4. In Python, `value << 32 | if_equal` means
     # `(value << 32) | if_equal`, which puts the value into the instruction.
+
+    # BPF_LD | BPF_W | BPF_ABS: load 32 bits of struct seccomp_data. The value is their offset.
     load_architecture = 0x00000004_00000020
     load_number = 0x00000000_00000020
-    load_first_argument = 0x00000010_00000020
-    if_equal = 0x01_00_0015
-    if_equal_else_skip_4 = 0x04_00_0015
-    if_not_equal = 0x00_01_0015
-    if_at_least = 0x01_00_0035
-    if_any_bit = 0x01_00_0045
-    allow = 0x7FFF0000_00000006
-    fail_with_eperm = 0x00050001_00000006
-    fail_with_enosys = 0x00050026_00000006
+    load_first_argument = 0x00000010_00000020  # its lower half
+    # BPF_JMP | BPF_K, with one of three comparisons.
+    if_equal = 0x01_00_0015  # BPF_JEQ
+    if_equal_else_skip_4 = 0x04_00_0015  # BPF_JEQ
+    if_not_equal = 0x00_01_0015  # BPF_JEQ, which skips if it is true
+    if_at_least = 0x01_00_0035  # BPF_JGE
+    if_any_bit = 0x01_00_0045  # BPF_JSET
+    # BPF_RET | BPF_K: end the program. The value is the decision.
+    allow = 0x7FFF0000_00000006  # SECCOMP_RET_ALLOW
+    fail_with_eperm = 0x00050001_00000006  # SECCOMP_RET_ERRNO | EPERM
+    fail_with_enosys = 0x00050026_00000006  # SECCOMP_RET_ERRNO | ENOSYS
 
     program = [
         # Another architecture and the x32 ABI have other numbers, by which a program could get
@@ -338,10 +352,11 @@ def deny_system_calls() -> None:
         architecture << 32 | if_not_equal,
         fail_with_eperm,
         load_number,
-        0x40000000 << 32 | if_at_least,
+        0x40000000 << 32 | if_at_least,  # __X32_SYSCALL_BIT
         fail_with_eperm,
-        # A fork and a new thread are allowed, a new namespace is not. The argument takes the place
-        # of the loaded call number, but the program ends within these instructions, or skips them.
+        # A fork and a new thread are allowed, a new namespace is not. load_first_argument
+        # overwrites the call number. That is safe: after it, one of two instructions ends the
+        # program, here and for prlimit64 below, so that no later instruction needs the number.
         numbers["clone"] << 32 | if_equal_else_skip_4,
         load_first_argument,
         _ANY_NAMESPACE << 32 | if_any_bit,
