@@ -147,7 +147,7 @@ def _attention_forward(
     tokens and to themselves. With neither, attention is transformers' own SDPA.
 
     ValueError if the layer's attention is not a plain softmax over all earlier tokens. At the start
-    of a run, :func:`grpo.rollout.check_model` catches this error and does not pack rows. """
+    of a run, :func:`grpo.rollout.check_model` catches this error and does not pack rows."""
     if packed is None and forked is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     for name in ("sliding_window", "softcap", "s_aux", "position_bias"):
