@@ -1,11 +1,11 @@
 """The decode loop with continuous batching: waiting rows take the places of rows that have ended.
 
 A row is one completion. It waits until it may start. It is then active: decoded in one batch with
-other rows, one token at a time, until its turn ends at an EOS token or a stop string, or until it
-has T tokens. Without tools a completion is one turn. With tools it may have several: the row is
-paused while the tool works. It becomes active again together with the other paused rows, or ends if
-there is no answer. Active and paused rows are in flight. One pass of the loop (:func:`decode`) has
-these phases::
+other rows, one token at a time. A turn of the model ends at an EOS token or a stop string. Without
+tools the row ends with its first turn. With tools the row is paused while the tool works. It
+becomes active again together with the other paused rows, or ends if there is no answer. In any case
+a row ends when it has T tokens, the limit. Active and paused rows are in flight. One pass of the
+loop (:func:`decode`) has these phases::
 
     come back    once at least half of the rows in flight are paused, the loop waits for all their
                  answers, and the paused rows join the batch with the tokens of the answers
@@ -15,11 +15,11 @@ these phases::
     take out     the batch drops its inactive rows, not in each pass but many rows at once
     step         the model runs on the drawn tokens, which gives the logits of the next tokens
 
-In models whose KV cache rows cannot join, paused and waiting rows join only once no row is active.
+Some models have a KV cache to which no rows can be added. Their paused and waiting rows join only
+once no row is active.
 
-With the same settings, the tokens alone decide which rows share a batch, and not the time that a
-tool takes: the loop waits for all answers before any row comes back. So rounding, which changes
-with the batch, is the same in every run.
+How long a tool takes has no influence on the batches: the loop waits for all answers before any row
+comes back. Rounding depends on the batch, so two runs with the same answers give the same tokens.
 
 R   all rows of the rollout               T   token limit of a completion, answers included
 B   rows of the batch                     V   vocabulary
@@ -48,10 +48,10 @@ Prefill = Callable[[Prompts, int], tuple[Decoder, Tensor]]
 """A function that runs the model on the prompts of rows, :func:`grpo.rollout.prefill.prefill` with
 its other arguments bound.
 
-Its arguments are the prompts, and the capacity: the number of indices that the KV cache has behind
-the longest prompt. A cache that rows cannot join grows by itself, and ignores the capacity. The
-function returns a decoder, which holds the KV cache and runs the model on further tokens, and the
-logits ``[B, V]`` of each row's next token."""
+Its arguments are the prompts, or prompts with the tokens so far, and the capacity: the number of
+token slots in the KV cache after the longest prompt. A cache that rows cannot join grows by itself,
+and ignores the capacity. The function returns a decoder, which holds the KV cache and runs the
+model on further tokens, and the logits ``[B, V]`` of each row's next token."""
 
 
 @dataclass
@@ -72,8 +72,8 @@ class Row:
     """True if the last turn ended at an EOS token or stop string, False if it reached T tokens.
     Valid once the row has ended."""
     answer: Future[Sequence[int] | None] | None = None
-    """The answer to the latest turn that has ended. None if no turn has ended yet. The future gives
-    None if the completion ends with that turn."""
+    """The answer to the latest turn, set when the row pauses. None before the first pause. The
+    future gives None if the completion ends with that turn."""
 
     def append_answer(self, answer: Sequence[int]) -> None:
         """Append the tokens of an answer, after which the next turn starts."""
@@ -84,8 +84,8 @@ class Row:
 
     def completion(self, sampling: SamplingParams) -> Completion:
         """Return the completion, without its text, which the caller makes of the tokens."""
-        # Empty log-probs stand for greedy decoding, where all are zeros. An empty mask says that
-        # all tokens were drawn.
+        # Empty log-probs stand for greedy decoding, which has probability 1 for each token. An
+        # empty mask says that all tokens were drawn.
         logprobs = () if sampling.is_greedy else tuple(self.logprobs)
         loss_mask = () if all(self.is_drawn) else tuple(self.is_drawn)
         return Completion(
@@ -117,7 +117,7 @@ class _Batch:
         """Logits of the next token of each row. None only in a batch without rows."""
         self.next_index = [len(row.tokens) for row in rows]
         """Index of each row's next token in its completion. It also advances in inactive rows, on
-        which the model runs as well: they need random numbers and positions, too."""
+        which the model runs as well: they need a random number, too."""
         self.active = list(range(len(rows)))
         """Places of the rows that have neither ended nor paused."""
 
@@ -130,6 +130,7 @@ class _Batch:
             return self
         if not self.active:
             return new
+        # The logits still have the rows' old places.
         places = self.keep_active()
         self.decoder.add_rows(new.decoder)
         logits = [self.logits_BV[places], new.logits_BV]
@@ -163,8 +164,9 @@ class _Batch:
     def end_rows(self, stops: Stops, T: int) -> list[int]:
         """Make rows inactive if their turn has ended, or if they have T tokens.
 
-        Returns the places of the rows whose turn has ended, at an EOS token or a stop string. Those
-        with T tokens are among them: they get no answer, since none has room.
+        Returns the places of the rows whose turn has ended, at an EOS token or a stop string. A row
+        whose turn ends with its T-th token is among them, and gets None for an answer. A row that
+        is cut at T tokens is not.
         """
         active = []
         ended_turn = []
@@ -174,6 +176,7 @@ class _Batch:
             # The search does not go back before the turn: a stop string in an answer ends nothing.
             first = max(row.turn_start, len(row.tokens) - stops.search_length)
             last_tokens = row.tokens[first:]
+            # It stands if this is the row's last turn.
             row.finished = stops.has_ended(last_tokens)
             if row.finished:
                 ended_turn.append(b)
@@ -247,8 +250,8 @@ class _PausedRows:
             if answer is not None:  # else the completion ends with this turn
                 places.append(place)
                 rows.append(row)
-                # The turn's last token was drawn, but the row paused before the step on it. So it
-                # comes before the answer. It is tokens[-1] only until the answer is appended below.
+                # The row paused before the step on the turn's last token. So the model runs on this
+                # token first, then on the answer. Appending the answer changes tokens[-1].
                 new_tokens.append([row.tokens[-1], *answer])
                 row.append_answer(answer)
 
@@ -272,8 +275,8 @@ def num_admissible(
     A row takes ``longest prompt + capacity`` tokens of KV cache, and all rows together take at most
     ``tokens_in_flight``. Groups are neighbouring rows with equal prompts. Only whole groups start,
     so that each prompt is computed once. With nothing in flight, a group that does not fit starts
-    in parts, and one row starts in any case. Inactive rows that the batch has not dropped yet, and
-    the copies of paused rows, come on top.
+    in parts, and one row starts in any case. Inactive rows that the batch has not dropped yet are
+    not counted, so a paused row can take its memory twice for a while.
     """
     if sampling.tokens_in_flight is None:
         return len(waiting)
@@ -313,26 +316,26 @@ def decode(
         uniforms_RT: ``[R, T]`` random numbers in [0, 1), one per token, on the policy's device.
             None exactly if ``sampling`` is greedy.
         sampling: ``max_completion_length`` is T.
-        on_tokens: called with the number of tokens that rows have got since its last call.
+        on_tokens: called with the number of tokens drawn for active rows since its last call.
         replies: called with a row's number and the tokens of its turn. Returns a future of the
-            answer's tokens, or of None if the completion ends with this turn. The row must have
-            fewer than T tokens with the answer. Without ``replies`` each completion is one turn.
+            answer's tokens, or of None if the completion ends with this turn. With the answer the
+            row has fewer than T tokens. Without ``replies`` each completion is one turn.
 
     Returns:
         The rows in the order of the prompts, all ended.
     """
     T = sampling.max_completion_length
     stops = Stops(policy, sampling.stop)
-    # ForkedCacheDecoder, which rows can join, computes attention by masks of its own, as packed
-    # rows need it. Other models have DynamicCacheDecoder, which rows cannot join.
+    # Rows can join a ForkedCacheDecoder alone. It replaces the model's attention, which is right
+    # for models that can be packed. All others are decoded by DynamicCacheDecoder.
     rows_can_join = packing_enabled(policy.model)
     capacity = T
     some_must_wait = num_admissible(prompts, [], sampling, T) < len(prompts)
     if rows_can_join and some_must_wait:
         # All rows write at the same index of the cache, so a row that joins later starts at a later
         # index, and the cache is full before the row has T tokens. It is then copied, which frees
-        # the indices of rows that have left. A margin makes this rarer. It changes speed only, and
-        # takes memory from other rows: hence none if all rows start together.
+        # the indices of rows that have left. A margin makes these copies rarer. It takes memory, so
+        # there is none if all rows start together: then only rows that come back start later.
         capacity += T // 8 + 1
 
     rows = [Row(number, prompt) for number, prompt in enumerate(prompts)]
@@ -341,7 +344,8 @@ def decode(
     paused = _PausedRows()
     while True:
         # Come back. With a smaller fraction than half, the loop would wait for tools more often;
-        # with a larger one, it would decode smaller batches. Those in flight are paused and active.
+        # with a larger one, it would decode smaller batches. Rows in flight are paused or active,
+        # so half of them are paused if as many rows are paused as are active.
         num_paused = len(paused.rows)
         half_have_paused = num_paused > 0 and num_paused >= len(batch.active)
         if half_have_paused and (rows_can_join or not batch.active):
@@ -357,11 +361,11 @@ def decode(
             if count:
                 new_rows = rows[num_started : num_started + count]
                 num_started += count
-                # Not assigned to a variable, which would keep the new batch's KV cache in memory
-                # after it was copied into the other.
+                # The new batch gets no name here: a name would keep its KV cache in memory after
+                # joined() has copied it.
                 batch = batch.joined(_prefilled(new_rows, prefill, capacity))
-        # With no active row, all paused rows would have come back above, and at least one waiting
-        # row would have started. So no row is paused or waiting: all have ended.
+        # If no row is active here, none is paused: paused rows have come back or ended above. None
+        # is waiting either, since at least one would have started. So all have ended.
         if not batch.active:
             return rows
 
@@ -379,9 +383,9 @@ def decode(
             continue
 
         # Take out. This copies the KV cache, so the model also runs on inactive rows until there
-        # are enough of them. Two things cannot wait. To a full cache no token can be added before
-        # it is copied. And an inactive row may have T as its next index: it has no random number
-        # left, and its next position may exceed the context. Active rows have fewer than T tokens.
+        # are enough of them. Two cases cannot wait. A full cache must be copied before it takes
+        # another token. And an inactive row whose next index is T has no random number left, and
+        # its next position may exceed the context. Active rows have fewer than T tokens.
         num_inactive = len(batch.rows) - len(batch.active)
         min_inactive = max(int(len(batch.rows) * batch.decoder.min_ended_fraction), 1)
         must_take_out = batch.decoder.is_full or max(batch.next_index) == T
