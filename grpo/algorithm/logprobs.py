@@ -6,9 +6,9 @@
     N   scored tokens of all rows         M   all completion tokens: scored ones and those of tools
     P   N rounded up, with padding        n   tokens of one chunk
 
-The tokens that the model sampled are scored. In the functions below ``CompletionScorer``, N are the
-tokens that a function gets, which may include padding. Models whose head is a plain matrix product
-are scored in chunks, without all the logits in memory at once.
+The tokens that the model sampled are scored. In functions outside of ``CompletionScorer``, N are
+all tokens that the function gets. If the head of a model is a plain matrix product, many tokens are
+scored in chunks, without all their logits in memory at once.
 
 Let z_v be the logit of vocabulary entry v at the position that predicts the token, divided by the
 sampling temperature. This file computes:
@@ -81,7 +81,8 @@ class CompletionScorer(nn.Module):
         self.model = model
         self.temperature = temperature
         # With has_plain_head and is_packed False, every model is scored right. At the start of a
-        # run, grpo.rollout.check_model sets each to True if that does not change the log-probs.
+        # run, grpo.rollout.check_model calls detect_plain_head, and sets is_packed if that does not
+        # change the log-probs.
         self.has_plain_head = False
         """True if the logits are the head's product with the last hidden state, and nothing else.
 
@@ -89,7 +90,7 @@ class CompletionScorer(nn.Module):
         self.is_packed = False
         """True if each prompt is computed once per group instead of once per completion.
 
-        This needs a plain head, because the head is applied outside of the model. ``check_model``
+        This needs a plain head, because a packed pass computes the backbone alone. ``check_model``
         sets ``is_packed`` only if ``has_plain_head`` is True."""
 
     def detect_plain_head(self, ids_BS: Tensor) -> None:
@@ -137,8 +138,9 @@ class CompletionScorer(nn.Module):
         (output_BSV,) = head_outputs
         (ramp_BSV,) = ramps
 
-        # The weight is cast, because it may be stored in bf16. The tolerance lies far above what
-        # rounding in fp32 changes, and far below a scale such as Cohere's 1/16.
+        # The weight is cast, because a frozen one may be stored in bf16 and be cast by its layer.
+        # The tolerance lies far above what rounding in fp32 changes, and far below a scale such as
+        # Cohere's 1/16.
         weight_VH, bias_V = _cast_head(hidden_BSH.dtype, head.weight, head.bias)
         expected_BSV = F.linear(hidden_BSH, weight_VH, bias_V).float()
         is_product = torch.allclose(expected_BSV, output_BSV.float(), rtol=1e-3, atol=1e-4)
@@ -191,8 +193,9 @@ class CompletionScorer(nn.Module):
             )
             hidden_LH = packed_hidden(backbone, packed)
             # predictor_M has one entry for every completion token, those of tools included, in the
-            # order of the batch. is_scored_M selects the scored ones. Of positions_BT, only the
-            # shape is read.
+            # order of the batch. is_scored_M selects the scored ones. The function completion_mask
+            # returns the mask of all these tokens, and reads of positions_BT the shape alone; the
+            # argument completion_mask_BT is the mask of the scored ones.
             is_completion_BT = completion_mask(positions_BT, lengths_B)
             is_scored_M = completion_mask_BT[is_completion_BT]
             predictor_N = packed.predictor_M[is_scored_M]
@@ -436,15 +439,16 @@ def _score(
     # Tensors [N, V] take most of the memory here. Each branch makes only one more.
     # The test is for identity: did _divide_by_temperature return the logits, or a copy of them?
     if scaled_NV is logits_NV:
-        # Temperature 1 in fp32: the logits were not copied. The backward pass of _ScoreLogits reads
-        # the logits, so they must not be overwritten, and h comes from the logits. Where h is near
-        # 0, rounding can make the difference negative: hence the clamp.
+        # Temperature 1 in fp32: the logits were not copied. They must not be overwritten, since the
+        # backward pass of _ScoreLogits reads them. h from the log-probs would need two new tensors,
+        # log p and p: so h comes from the logits. Where h is near 0, rounding can make the
+        # difference negative: hence the clamp.
         probs_NV = (scaled_NV - normalizers_N[:, None]).exp_()
         mean_logits_N = torch.linalg.vecdot(probs_NV, scaled_NV)
         entropies_N = (normalizers_N - mean_logits_N).clamp(min=0)
     else:
-        # A copy, which the log-probs may overwrite. At a low temperature z and log Z are large, and
-        # their difference would lose h in rounding: so h comes from the log-probs.
+        # A copy, which may be overwritten with the log-probs. At a low temperature z and log Z are
+        # large, and their difference would lose h in rounding: so h comes from the log-probs.
         all_logprobs_NV = scaled_NV.sub_(normalizers_N[:, None])
         entropies_N = -torch.linalg.vecdot(all_logprobs_NV.exp(), all_logprobs_NV)
     return logprobs_N, entropies_N, normalizers_N
@@ -465,8 +469,8 @@ def _logits_gradient(
     """
     scaled_grad_N = grad_N / temperature
     scaled_NV = _divide_by_temperature(logits_NV, temperature)
-    # One new tensor, then in place, because another tensor [N, V] would raise the peak of memory:
-    # p, then - p * grad for all v, then + grad at the label.
+    # All in one tensor, because another tensor [N, V] would raise the peak of memory: p, then
+    # - p * grad for all v, then + grad at the label.
     grad_NV = (scaled_NV - normalizers_N[:, None]).exp_()
     grad_NV.mul_(-scaled_grad_N[:, None])
     grad_NV.scatter_add_(1, labels_N[:, None], scaled_grad_N[:, None])

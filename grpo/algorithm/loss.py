@@ -57,9 +57,8 @@ mask, log-probs are 0, ratios are 1, and the returned loss counts as 0. ``bounds
 ``(1 - epsilon, 1 + epsilon_high)``."""
 
 MAX_LOG_RATIO = 80.0
-"""Largest log-ratio; larger ones are lowered to it. ``exp`` overflows fp32 above 88. The largest
-ratio is about 3,000 times smaller than that, so that it can be multiplied by an advantage and added
-up over tokens without overflow."""
+"""Largest log-ratio; larger ones are lowered to it. The largest number of fp32 is about exp(88.7),
+6,000 times exp(80). This leaves room to multiply a ratio by an advantage, and to add up tokens."""
 
 MAX_DPPO_WEIGHT = 20.0
 """Largest importance ratio by which ``dppo_tv`` weights the gradient of a token, as in the code of
@@ -67,7 +66,7 @@ the authors of DPPO (arXiv 2602.04879)."""
 
 SAPO_TEMPERATURE_POS = 1.0
 SAPO_TEMPERATURE_NEG = 1.05
-"""Temperatures of ``sapo`` for positive and for other advantages, as in the paper. The second is
+"""Temperatures of ``sapo`` for positive and for other advantages (arXiv 2511.20347). The second is
 higher, so that the gradients that push tokens down fade sooner."""
 
 
@@ -234,8 +233,8 @@ def policy_loss(
             bounds,
         )
         check_returned("the objective", policy_BT, mask_BT.shape)
-        # A user's loss may not depend on the log-probs of this micro-batch, and then has no graph.
-        # This rank would skip its backward pass, and the others would wait for it. Adding 0 * lp
+        # A user's loss can be independent of the log-probs of this micro-batch, and then has no
+        # graph: backward() would fail on this rank, and the others would wait for it. Adding 0 * lp
         # gives the loss a graph.
         policy_BT = policy_BT + 0 * logprobs_BT
     else:
@@ -247,10 +246,10 @@ def policy_loss(
     # w, constants by which the policy term is multiplied. A token of weight 0 still counts in c and
     # in the denominator. Otherwise a token would get a larger weight when others are masked.
     #
-    # Outside of `mask_BT` a product may be NaN, because NaN times 0 is NaN: for example with the
-    # advantage of a completion without tokens. This NaN goes no further: _zero_outside(mask, loss)
-    # below removes it from the loss, and the backward pass of _zero_outside(mask, logprobs) above
-    # removes it from the gradient.
+    # Outside of `mask_BT` a product can be NaN, for example if the advantage of a completion without
+    # tokens is NaN: a weight of 0 does not change that. This NaN goes no further. _zero_outside of
+    # the loss, below, removes it from the loss, and the backward pass of _zero_outside of the
+    # log-probs, above, removes it from the gradient.
     if policy_mask_BT is not None:
         policy_BT = policy_BT * policy_mask_BT
     stats = {}
@@ -412,7 +411,7 @@ def surrogate_loss(
     sg stops the gradient, ``(low, high)`` are the bounds, tau is ``SAPO_TEMPERATURE_POS`` where
     A > 0, else ``SAPO_TEMPERATURE_NEG``.
 
-    At ratio 1, d L / d lp of each is that of reinforce, - A:
+    At ratio 1, with one ratio per token, each has the gradient of reinforce, d L / d lp = - A:
 
     - clip: the ratio is within the bounds, so L = - ratio A, and d ratio / d lp = ratio = 1.
     - cispo, dppo_tv: the weight of lp is the ratio, 1.
@@ -448,8 +447,8 @@ def surrogate_loss(
         gate_BT = torch.sigmoid(tau_B1 * (ratio_BT - 1))
         return -gate_BT * 4 / tau_B1 * A_B1  # - (4 / tau) gate A
 
-    # cispo and dppo_tv: the ratio is a constant weight of the gradient of lp. Unlike clip, a bound
-    # of the ratio limits this weight and does not take away the gradient.
+    # cispo and dppo_tv: the ratio is a constant weight of the gradient of lp. Where the ratio is
+    # above its bound, clip takes the gradient away. Here the bound only limits the weight.
     max_weight = bounds[1] if objective == "cispo" else MAX_DPPO_WEIGHT
     weight_BT = ratio_BT.detach().clamp(max=max_weight)
     return -weight_BT * A_B1 * logprobs_BT
@@ -469,7 +468,7 @@ def clipped_tokens(
         others           none                            none
 
     With ``clip`` and ``dppo_tv`` these tokens have no policy gradient, with ``cispo`` a smaller
-    one. Tokens whose ratio is above ``delta`` are not among them. A user's function is reported
+    one. Tokens that only ``delta`` bounds, at A < 0, are not among them. A user's function is reported
     like ``clip``, because it gets the bounds of ``clip``, and nothing tells where it clips.
 
     Args:
@@ -524,10 +523,10 @@ def kl_estimate(
         # Never negative, because exp(d) lies above its tangent at 0, which is 1 + d. The added
         # exp(d) - 1 is 0 on average, and for small d it nearly cancels -d: k3 varies less than k1.
         #
-        # No cap against overflow: as d <= -lp, exp(d) overflows only at a token with a probability
-        # below exp(-88) under the policy. An infinite ratio can meet a gradient that is rightly 0,
-        # and make it NaN: hence its cap. The gradient of k3 there is large, and a cap would set it
-        # to 0. If it overflows, the optimizer step is skipped.
+        # exp(d) has no cap, unlike the ratio. ref is at most 0, so d is at most -lp, and exp(d)
+        # overflows only if the policy's probability of the token is below exp(-88). The gradient of
+        # k3 is rightly large there, and a cap would make it 0. After an overflow the trainer skips
+        # the optimizer step.
         return d_BT.exp() - d_BT - 1
     if kl_estimator == "k2":
         return d_BT**2 / 2
