@@ -246,10 +246,10 @@ def policy_loss(
     # w, constants by which the policy term is multiplied. A token of weight 0 still counts in c and
     # in the denominator. Otherwise a token would get a larger weight when others are masked.
     #
-    # Outside of `mask_BT` a product can be NaN, for example if the advantage of a completion without
-    # tokens is NaN: a weight of 0 does not change that. This NaN goes no further. _zero_outside of
-    # the loss, below, removes it from the loss, and the backward pass of _zero_outside of the
-    # log-probs, above, removes it from the gradient.
+    # Outside of `mask_BT` a product can be NaN, for example if the advantage of a completion
+    # without tokens is NaN: a weight of 0 does not change that. This NaN goes no further.
+    # _zero_outside of the loss, below, removes it from the loss, and the backward pass of
+    # _zero_outside of the log-probs, above, removes it from the gradient.
     if policy_mask_BT is not None:
         policy_BT = policy_BT * policy_mask_BT
     stats = {}
@@ -468,8 +468,8 @@ def clipped_tokens(
         others           none                            none
 
     With ``clip`` and ``dppo_tv`` these tokens have no policy gradient, with ``cispo`` a smaller
-    one. Tokens that only ``delta`` bounds, at A < 0, are not among them. A user's function is reported
-    like ``clip``, because it gets the bounds of ``clip``, and nothing tells where it clips.
+    one. Tokens that only ``delta`` bounds, at A < 0, are not among them. A user's function is
+    reported like ``clip``, because it gets the bounds of ``clip``, and nothing tells where it clips.
 
     Args:
         objective: a name, or a function of the user.

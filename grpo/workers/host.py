@@ -55,9 +55,10 @@ class Host:
         """Call one method after the other. Then await together the results that are awaitables.
 
         Each awaitable is cancelled ``limit_s`` seconds after all methods have been called. Nothing
-        else is stopped here: a method that hangs is ended from outside, with its process. The calls
-        themselves may use up to :data:`grpo.workers.process.GRACE_SECONDS` together: if they take
-        longer, the trainer kills the process before the awaitables reach their limit.
+        else is stopped here: a method that hangs is ended from outside, with its process. The
+        trainer allows ``limit_s`` and :data:`grpo.workers.process.GRACE_SECONDS` for calls and
+        awaitables together. So after long calls it may kill the process before an awaitable reaches
+        its limit.
         """
         answers = [self._call(request) for request in requests]
         if any(inspect.isawaitable(answer.value) for answer in answers):
@@ -80,8 +81,8 @@ def error_answer(error: BaseException, target: Any = None) -> Answer:
     """Return the answer for an exception.
 
     Args:
-        target: the loaded object whose method raised the exception. Default: no object, such as for
-            a message that cannot be pickled.
+        target: the loaded object whose method raised the exception while it was called. Default: no
+            object, for an exception of an awaitable or of a message that cannot be pickled.
     """
     # At its beginning, the traceback has frames of this file and of the file that defines the
     # target's class, which the user does not know. These frames are left out.
@@ -153,7 +154,8 @@ async def _await_value(answer: Answer, limit_s: float) -> Answer:
 def serve(descriptor: int, parent: int) -> None:
     """Answer requests until this process is killed, or the closed connection raises ``EOFError``.
 
-    If one answer to a list of requests cannot be pickled, each request of the list gets this error.
+    If one answer to a list of requests cannot be pickled, each request of the list gets the
+    pickling error as its answer.
 
     Args:
         descriptor: file descriptor of the connection to the trainer.
@@ -161,7 +163,8 @@ def serve(descriptor: int, parent: int) -> None:
     """
     end_with_parent()
     # The trainer may have ended before the line above asked the kernel for this. Then this process
-    # has another parent already, and nothing would end it.
+    # has another parent already. If a child of the trainer holds the connection open, nothing would
+    # end this process.
     if os.getppid() != parent:
         os._exit(1)
     # If nobody reads the trainer's stderr any more, printing would raise an error in each object.

@@ -77,6 +77,6 @@ class Answer:
     error: str = ""
     """An exception in one line: its type and the first line of its text. Otherwise empty."""
     trace: str = ""
-    """Traceback of an exception, from the user's code on. Otherwise empty."""
+    """Traceback of an exception, without the frames of grpo at its beginning. Otherwise empty."""
     is_worker_lost: bool = False
     """True if the worker process has ended, so that its objects and what they stored are gone."""

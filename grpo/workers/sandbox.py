@@ -117,7 +117,8 @@ def run_python(
         output = subprocess.run(
             python,
             input=json.dumps(job).encode(),
-            # This captures stderr too, which is dropped: the driver reports its errors on stdout.
+            # This captures stderr too, which is dropped: the driver reports the errors of main() on
+            # stdout.
             capture_output=True,
             # The driver ends by itself after total_seconds, unless it hangs.
             timeout=limits.total_seconds + _DRIVER_SECONDS,

@@ -49,8 +49,9 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     job = SimpleNamespace(**json.load(sys.stdin))
 
-    # The order matters. Mounts need a capability, which the change of the user takes away. The
-    # change of the user needs capabilities, which drop_capabilities() takes away. The seccomp
+    # The order matters. Mounts need a capability, which the change of the user takes away; where
+    # enter_namespaces() has to change the user first, a user namespace gives the capability back.
+    # The change of the user needs capabilities, which drop_capabilities() takes away. The seccomp
     # filter denies mounts, and needs PR_SET_NO_NEW_PRIVS, which drop_capabilities() sets.
     # enter_namespaces() forks: the launcher stays in that function, and only the child, which is
     # the driver, returns from it.
@@ -199,8 +200,9 @@ def _run_code(job: SimpleNamespace, test: dict, output: int) -> None:
 
     limits = {
         resource.RLIMIT_AS: job.memory_mb << 20,
-        # CPU time of all threads of a process together. One second more than the test's time, so
-        # that a busy thread meets the driver's deadline first, and counts as timeout.
+        # CPU time of all threads of a process together, in case the driver cannot kill the test. At
+        # least one second more than the test's time: a busy thread meets the driver's deadline
+        # first, and counts as timeout.
         resource.RLIMIT_CPU: math.ceil(job.test_seconds) + 1,
         resource.RLIMIT_FSIZE: job.disk_mb << 20,
         # The kernel counts the processes of a user. The driver has the same user as the test, hence

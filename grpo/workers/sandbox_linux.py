@@ -14,9 +14,8 @@ import re
 import signal
 import sys
 
-# Numbers of the kernel, from sched.h, mount.h and prctl.h. Python 3.11 has none of them. Flags
-# that are passed to unshare(), mount() and prctl() below have their kernel names here. Any other
-# number stands where it is used, with its kernel name in a comment.
+# Numbers of the kernel, from sched.h, mount.h and prctl.h. Python 3.11 has none of them. A number
+# that is used once stands where it is used, with its kernel name in a comment.
 CLONE_NEWNS = 0x20000
 CLONE_NEWUSER = 0x10000000
 _NEW_NAMESPACES = (
@@ -54,7 +53,8 @@ NOBODY = 65534
 _SANDBOX_USER = 2_000_000_000 + os.getpid()
 """Id of a user for this sandbox alone."""
 WORK_FOLDER = "/sandbox"
-"""Working folder inside the sandbox, below which no Python of a machine is installed."""
+"""Working folder inside the sandbox. It is mounted over this path, which would hide a Python that
+is installed there: no machine has one there."""
 
 # The system calls that are denied to the driver and the tests: names, and numbers on x86_64 and
 # aarch64. Programming exercises need none of them. A list of the allowed calls would be stricter,
@@ -172,9 +172,12 @@ def enter_namespaces(disk_mb: int) -> None:
     """Fork, and return only in the child: as process 1 of new namespaces, with a private file tree.
 
     The calling process, the launcher, stays in this function. It waits for the child and then
-    exits. Root creates the namespaces directly, and changes its user later (:func:`drop_user`).
-    Root without the capability ``CAP_SYS_ADMIN`` first becomes the sandbox user. This user, and
-    every other user than root, creates a user namespace too, and keeps its id in it.
+    exits. There are three cases:
+
+    - Root creates the namespaces directly, and changes its user later (:func:`drop_user`).
+    - Other users create a user namespace too, in which they keep their id.
+    - Root without the capability ``CAP_SYS_ADMIN`` needs a user namespace as well. It first becomes
+      the sandbox user, because inside of the namespace it could not become another user.
     """
     # If unshare fails below, this process becomes the driver. As a subreaper it adopts the orphans
     # of a test, so that _kill_everything() finds them.
