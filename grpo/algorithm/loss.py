@@ -469,7 +469,7 @@ def clipped_tokens(
 
     With ``clip`` and ``dppo_tv`` these tokens have no policy gradient, with ``cispo`` a smaller
     one. Tokens that only ``delta`` bounds, at A < 0, are not among them. A user's function is
-    reported like ``clip``, because it gets the bounds of ``clip``, and nothing tells where it clips.
+    reported like ``clip``: it gets the bounds of ``clip``, and nothing tells where it clips.
 
     Args:
         objective: a name, or a function of the user.
