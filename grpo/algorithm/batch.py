@@ -246,8 +246,9 @@ class Batch:
     """Log-probs that the sampler computed. The loss uses them for its sampler correction, and
     metrics compare them with the log-probs of the scorer."""
     old_logprobs_BT: Tensor | None = None
-    """Log-probs under the policy before its first update of the step. Default: there was no update
-    yet, so the loss takes the new log-probs, detached."""
+    """Log-probs under the policy before its first update of the step, computed by the trainer; with
+    ``dppo_tv`` the sampling log-probs. Default: the step has a single update, for which the page
+    takes the new log-probs, detached."""
     ref_logprobs_BT: Tensor | None = None
     """Log-probs under the reference model. Default: there is no reference model."""
     policy_mask_BT: Tensor | None = None

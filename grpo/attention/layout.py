@@ -22,7 +22,7 @@ attention of a tile is one kernel call, for which completions are padded to the 
 B   rows of the micro-batch               U   prompts, one per group
 S   padded length of these rows           P   tokens of the longest prompt
 N   tokens of the packed row              R   rows of a tile: prompts, or completions
-M   scored tokens: all completion tokens  C   tokens of the longest row of the tile
+M   completion tokens of all rows         C   tokens of the longest row of the tile
 H   heads                                 n   tokens of the tile
 D   size of a head
 """
@@ -78,7 +78,7 @@ class PackedLayout:
     ids_1N: Tensor
     positions_1N: Tensor
     predictor_M: Tensor
-    """Index in the packed row of each scored token's predecessor, whose logits score the token.
+    """Index in the packed row of each completion token's predecessor, whose logits score it.
 
     Scored tokens are in the order of the batch."""
     tiles: list[Tile]

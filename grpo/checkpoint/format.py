@@ -157,8 +157,8 @@ def list_checkpoints(output_dir: Path) -> list[tuple[int, Path]]:
     checkpoints = []
     for folder in output_dir.glob("checkpoint-*"):
         step = folder.name.removeprefix("checkpoint-")
-        # A user may keep a copy with a name such as checkpoint-5-good. No run continues or deletes
-        # it.
+        # A user may keep a copy with a name such as checkpoint-5-good. checkpoint.resume=auto does
+        # not continue from it, and no run deletes it.
         if step.isdecimal() and folder.is_dir():
             checkpoints.append((int(step), folder))
     return sorted(checkpoints, reverse=True)

@@ -174,7 +174,8 @@ def load_policy(
     """Load a model with fp32 master weights, and check that the model fits its tokenizer.
 
     If ``path`` is the folder of a LoRA adapter, the base model is loaded and the adapter put into
-    it. The frozen weights are then stored in ``base_precision``.
+    it. With ``base_precision="bf16"``, and a run in bf16, frozen linear layers are then stored in
+    bf16 (:func:`grpo.model.policy.store_frozen_in_bf16`).
 
     Raises:
         ValueError: if weights cannot be loaded, are missing or are not finite, if tokenizer and

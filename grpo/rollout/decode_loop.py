@@ -314,7 +314,7 @@ def decode(
         prefill: runs the model on prompts, and returns the decoder that continues the prompts.
         prompts: the prompt of each row. Rows of one group are neighbours.
         uniforms_RT: ``[R, T]`` random numbers in [0, 1), one per token, on the policy's device.
-            None exactly if ``sampling`` is greedy.
+            None if ``sampling`` is greedy, or if there are no prompts.
         sampling: ``max_completion_length`` is T.
         on_tokens: called with the number of tokens drawn for active rows since its last call.
         replies: called with a row's number and the tokens of its turn. Returns a future of the

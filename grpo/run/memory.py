@@ -3,8 +3,9 @@ once.
 
 Completions grow during training. Without the try, a run could be out of memory after hours. The
 tried step has the longest prompts, and completions of full length. If the default of a memory limit
-does not fit, it is halved until it fits, on all ranks alike. Checkpoints hold the lowered limit, so
-that a continued run cuts its batches into the same micro-batches.
+does not fit, it is halved until it fits, on all ranks alike. Under FSDP no second attempt is
+possible: the run ends, with a value to try. Checkpoints hold the lowered limit, so that a continued
+run cuts its batches into the same micro-batches.
 """
 
 import gc
@@ -124,8 +125,8 @@ def _fit(
         attempt: function of a number of tokens, which fails if this number is too large.
 
     Raises:
-        ValueError: if the user has set the key to a value that does not fit, or if one row does not
-            fit.
+        ValueError: if the user has set the key to a value that does not fit, if one row does not
+            fit, or under FSDP if the first attempt does not fit.
     """
     message = (
         f"the largest possible step does not fit in memory: {key}={most_tokens} is too much for "

@@ -106,8 +106,8 @@ def apply_update(learner: Learner, metrics: Accumulator) -> None:
     # All ranks skip together, and totals are summed over ranks: the main rank counts for all.
     metrics.total("skipped_updates", float(not is_finite and world.is_main))
 
-    # Set after the error above: after that error the previous step can still be saved, with the
-    # counter of the previous step.
+    # Set after the error above: after that error, in the first update of a step, the previous step
+    # can still be saved, with the counter of the previous step.
     progress.mid_update = True
     progress.skipped_in_a_row = skipped_in_a_row
     if is_finite:

@@ -1,8 +1,9 @@
 """The four records of a run, each of one concern, and the record of a step in progress.
 
 :func:`grpo.run.prepare.prepare` builds the four records once, and a function takes the record that
-it needs. No field of the four records is ever set again. During a run only the weights, the states
-of the optimizer and the schedule, and :class:`grpo.checkpoint.saver.Progress` change.
+it needs. No field of the four records is ever set again. What changes during a run lies inside of
+their parts: the weights, the states of the optimizer and the schedule,
+:class:`grpo.checkpoint.saver.Progress`, and bookkeeping such as the step saved last.
 
 Shapes: ``P`` problems, ``G`` completions each, ``F`` reward functions, ``B`` rows, ``T`` completion
 tokens.

@@ -32,8 +32,8 @@ def remaining_steps(run: Run) -> Iterator[Step]:
     """
     log = run.log
     progress = run.progress
-    # An evaluation is due here before training, or if a stop has cut off the evaluation after the
-    # last step.
+    # An evaluation is due here before training, or if the run was stopped before the evaluation of
+    # its newest step was complete.
     evaluation = evaluate_if_due(run)
     if evaluation and progress.step > 0:
         log.saver.save_if_due(evaluation)
