@@ -80,7 +80,7 @@ class PackedLayout:
     predictor_M: Tensor
     """Index in the packed row of each completion token's predecessor, whose logits score it.
 
-    Scored tokens are in the order of the batch."""
+    Completion tokens are in the order of the batch."""
     tiles: list[Tile]
     """The tile of the prompts, then the tiles of completions."""
     sizes: list[int]
