@@ -105,7 +105,7 @@ class AlgorithmConfig(Section):
     of a token (token_...) or of a completion (sequence_...). A weight outside the bounds
     sampler_correction_min and _max becomes the bound (truncate: TIS) or 0 (mask: MIS).
     geometric_mask: the weight of a completion is 1 if the geometric mean of its tokens' ratios is
-    within the bounds, such as 0.99 and 1.01, else 0. none: no weight."""
+    within the bounds, such as 0.99 and 1.01, else 0. none: all weights are 1."""
     sampler_correction_min: NonNegativeFloat | None = None
     """Lower bound of the weight of sampler_correction. Default: no bound."""
     sampler_correction_max: PositiveFloat | None = 3.0

@@ -260,16 +260,16 @@ class RolloutConfig(Section):
     # Secrets are masked by the names of keys, and `server` and `vllm_command` are no names of
     # secrets. A password in their values would be written to config.yaml and to wandb.
     server: str | list[str] = "start"
-    """With engine=vllm: start (the trainer starts servers), or addresses of servers,
+    """Servers of engine=vllm: start (the trainer starts them), or their addresses,
     http://host:8000, which the ranks share."""
     # The trainer writes the model's folder in place of {model}. A command without {model} would
     # serve another model.
     vllm_command: str = Field("vllm serve {model}", pattern=r"\{model\}")
-    """With server=start: the command that starts a server. {model} is the model's folder; port,
+    """Command with which server=start starts a server. {model} is the model's folder; port,
     precision and lengths are added. vLLM may be in another environment: /path/bin/vllm serve
     {model}."""
     weights_folder: Folder = "/dev/shm"
-    """With engine=vllm: folder through which servers get the weights. All machines must share the
+    """Folder through which the servers of engine=vllm get the weights. All machines must share the
     folder; /dev/shm is in memory."""
 
     @field_validator("server")
@@ -430,8 +430,8 @@ class RuntimeConfig(Section):
     are sharded."""
     # With one rank per copy nothing is sharded, so DDP does the same.
     shard_size: int | None = Field(None, ge=2)
-    """With fsdp: number of neighbouring ranks that hold one copy of the model together, for example
-    the GPUs of a machine. Default: all ranks."""
+    """Number of neighbouring ranks that hold one copy of the model together (only with fsdp), for
+    example the GPUs of a machine. Default: all ranks."""
     offload: Literal["none", "all"] = "none"
     """all (only with fsdp): weights, gradients and Adam's averages are kept in host memory. This
     has no effect without a GPU, and has not yet been run on a GPU."""

@@ -59,7 +59,7 @@ class Answer(_Record):
 
     choices: tuple[Sampled]
     prompt_logprobs: list[dict[int, _Logprob] | None] | None = None
-    """For each prompt token a dictionary from its id to its log-prob; None for the first token."""
+    """Dictionary from the id to the log-prob of each prompt token. None for the first token."""
 
 
 class Server:
