@@ -429,7 +429,7 @@ class ForkedCache:
         return x_UKJgD.flatten(2, 3)
 
     def _prompts_to_rows(self, x_UKj: Tensor) -> Tensor:
-        """Invert :meth:`_rows_to_prompts`; the last dimension D may be missing."""
+        """Return what :meth:`_rows_to_prompts` was given, from ``[U, K, j, D]`` or ``[U, K, j]``."""
         _, J = self.grid
         x_UKJg = x_UKj.unflatten(2, (J, -1))
         x_UJKg = x_UKJg.transpose(1, 2)

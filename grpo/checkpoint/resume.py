@@ -104,14 +104,17 @@ class StartPoint:
 def find_checkpoint(config: Config, lock: Lock) -> tuple[Path | None, str | None]:
     """Choose the checkpoint to start from, and lock ``output_dir`` if it exists.
 
-    ``checkpoint.resume=FOLDER`` starts a new run from the checkpoint in FOLDER. The same command,
-    started again after an interruption, continues this run from the newest checkpoint in
-    ``output_dir``. ``checkpoint.resume=never`` starts from scratch. If torchrun then restarts its
-    processes, they continue the run.
+    The choice depends on ``checkpoint.resume``:
+
+    - ``auto``: continue from the newest checkpoint in ``output_dir``, if there is one.
+    - FOLDER: start a new run from the checkpoint in FOLDER. The same command, started again after
+      an interruption, continues this new run from the newest checkpoint in ``output_dir``.
+    - ``never``: start from scratch. If torchrun then restarts its processes, they continue the run.
 
     Returns:
         The checkpoint's folder (None to start from scratch), and the ``origin`` of
-        :class:`StartPoint` (None with ``auto``, and with ``never`` without torchrun).
+        :class:`StartPoint`. The origin is set for FOLDER, and for ``never`` under torchrun.
+        Otherwise the origin is None.
 
     Raises:
         ConfigError: if FOLDER is not a valid checkpoint, if ``auto`` finds only broken checkpoints,

@@ -189,7 +189,7 @@ class Tool(Section):
     ``{name: calculator}``."""
 
     name: str
-    """calculator, python, package.module:function, or path/to/file.py:function."""
+    """The tool: calculator, python, package.module:function, or path/to/file.py:function."""
     args: dict[str, Any] = {}
     """Arguments that the configuration sets, and the model cannot choose."""
 

@@ -193,9 +193,9 @@ class Countdown(Task):
     """Problems such as ``Make 24 from 3 5 9.``: reach a target from 1 to 99 with ``+ - * /`` and
     numbers from 1 to 10, using each number once.
 
-    Every problem has a solution. A demonstration writes a solution, in some cases after a failed
-    attempt (``<think>5+3=8-2=6 no 5*3=15-2=13 ok</think>``). Expressions are evaluated from left to
-    right. A noisy demonstration may end with a random expression instead of a solution, or leave
+    Every problem has a solution. Expressions are evaluated from left to right. A demonstration
+    writes a solution with its intermediate results, in some cases after a failed attempt:
+    ``<think>5+3=8-2=6 no 5*3=15-2=13 ok</think>`` finds 13 = 5*3-2. A noisy demonstration may end with a random expression instead of a solution, or leave
     out tags.
     """
 

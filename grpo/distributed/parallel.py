@@ -36,7 +36,7 @@ def wrap_data_parallel(
     world: World,
     any_forward: Callable[[nn.Module], torch.Tensor],
 ) -> nn.Module:
-    """Wrap ``module`` in DDP, and fix the order of its gradient buckets.
+    """Wrap ``module`` in DDP, and make the order of its gradient buckets final by dummy passes.
 
     Args:
         any_forward: function that runs the wrapped module and returns a scalar that depends on all

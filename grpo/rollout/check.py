@@ -22,7 +22,7 @@ from grpo.rollout.prefill import prefill
 PROMPT_LENGTH = 7
 """Number of tokens of the check's longer prompt, unless an attention window needs more tokens."""
 COMPLETION_LENGTH = 6
-"""Number of tokens of the check's longer completions."""
+"""Number of tokens of the longer completions of the check. Others are shorter."""
 FP32_BOUND = 1e-4
 """Bound for :func:`is_close` in fp32. It allows for sums that are added up in another order."""
 

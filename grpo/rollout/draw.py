@@ -117,7 +117,7 @@ def filter_probs(
     probs_RV: Tensor,
     sampling: SamplingParams,
 ) -> Tensor:
-    """Set probabilities outside top-k, top-p and min-p, in this order, to 0.
+    """Apply top-k, then top-p, then min-p: set the probabilities that a filter removes to 0.
 
     ==========  ========================================  ================================
     top-k       the k largest probabilities stay          Fan et al. 2018, arXiv:1805.04833
@@ -126,8 +126,9 @@ def filter_probs(
     ==========  ========================================  ================================
 
     Each filter is a threshold, so tokens of equal probability stay or go together. The result is
-    not renormalised. ``probs_RV`` may also be probabilities times a positive number, if none
-    exceeds 1. If all filters are disabled, ``probs_RV`` itself is returned.
+    not renormalised. The probabilities of a row may be scaled by a positive factor, as long as they
+    do not exceed 1: ``top_p`` is a fraction of the row's sum. If all filters are disabled,
+    ``probs_RV`` itself is returned.
     """
     if 0 < sampling.top_k < probs_RV.shape[1]:
         threshold_R1 = probs_RV.topk(sampling.top_k).values[:, -1:]

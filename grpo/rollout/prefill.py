@@ -31,7 +31,8 @@ from grpo.rollout.cuda_graphs import CapturedSteps, CUDAGraphs
 from grpo.rollout.llama_decoder import LlamaDecoder
 
 Prompts = Sequence[tuple[int, ...]]
-"""Token ids of prompts. If there is one prompt per row, rows of one group are neighbours."""
+"""Token ids of prompts: one prompt per group, or one per row, where the rows of a group are
+neighbours."""
 
 
 def prefill(

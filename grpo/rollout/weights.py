@@ -25,8 +25,9 @@ from grpo.model import BF16Linear, adapted_base, decoder_layers, effective_weigh
 
 _mkldnn = torch.ops.mkldnn
 SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Names of sibling layers that most models call with the same tensor. If a model calls siblings
-with different tensors, the outputs are still right, because the product is computed for each."""
+"""Names of sibling layers that most models call with the same tensor, so that one matrix product is
+enough for all siblings. If a model calls them with different tensors, the outputs are still right:
+each call with another tensor computes the product again."""
 
 
 class FusedLinear:

@@ -93,12 +93,12 @@ class LoadedTool:
 
 
 class LoadedEnvironment:
-    """The environments of this process, made by :class:`grpo.workers.protocol.Factory`.
+    """The environment of the configuration, loaded in this process, and its instances.
 
     Args:
         spec: the name of the environment in the configuration.
-        factory: the class or function that a program passed. Default: the class or function that
-            ``spec`` names.
+        factory: class or function that returns an instance, if a program passed one. Default: the
+            class or function that ``spec`` names.
     """
 
     def __init__(
@@ -287,7 +287,8 @@ def _schema(
 
 
 def _step_result(returned: Any) -> tuple[str, float | None, bool]:
-    """Return the observation, the reward, and True at the end, from a result of ``step``."""
+    """Split a result of ``step`` into the observation, the reward (None if there is none), and True
+    if the episode has ended."""
     if isinstance(returned, tuple):  # Gymnasium
         observation, reward, terminated, truncated, _ = returned
         is_done = terminated or truncated

@@ -183,9 +183,9 @@ class VLLMEngine:
     def wait_for(self, coroutine: Coroutine) -> Any:
         """Run a coroutine in the thread of the event loop, and return its result.
 
-        While the calling thread waits, it makes the calls of ``replies`` (see :meth:`generate`).
-        The built-in engine makes these calls in the same thread, and a user's tool may refuse other
-        threads.
+        While the calling thread waits, it calls the function ``replies`` for turns that have ended
+        (see :meth:`generate`). So a user's tool runs in the thread that called :meth:`generate`, as
+        with the built-in engine: a tool may refuse to run in another thread.
         """
         # The queue is new, since a coroutine that was interrupted may have left calls in the old
         # one.
