@@ -60,8 +60,8 @@ class Completion:
     ids: tuple[int, ...]
     """Token ids, including the EOS: at least one, at most ``max_completion_length``."""
     text: str
-    """The decoded tokens. EOS, padding and stop tokens are left out. Stop tokens that are tags, such
-    as ``</answer>``, and other special tokens stay: in some models ``<think>`` is one."""
+    """The decoded tokens. EOS, padding and stop tokens are left out. Stop tokens that are tags,
+    such as ``</answer>``, and other special tokens stay: in some models ``<think>`` is one."""
     finished: bool
     """True if the response ended with EOS or a stop string, False if it was truncated at
     ``max_completion_length``."""

@@ -429,7 +429,7 @@ class ForkedCache:
         return x_UKJgD.flatten(2, 3)
 
     def _prompts_to_rows(self, x_UKj: Tensor) -> Tensor:
-        """Return what :meth:`_rows_to_prompts` was given, from ``[U, K, j, D]`` or ``[U, K, j]``."""
+        """Undo :meth:`_rows_to_prompts`: ``[U, K, j, D]`` or ``[U, K, j]`` to one entry per row."""
         _, J = self.grid
         x_UKJg = x_UKj.unflatten(2, (J, -1))
         x_UJKg = x_UKJg.transpose(1, 2)

@@ -195,9 +195,8 @@ class Countdown(Task):
 
     Every problem has a solution. Expressions are evaluated from left to right. A demonstration
     writes a solution with its intermediate results, in some cases after a failed attempt:
-    ``<think>5+3=8-2=6 no 5*3=15-2=13 ok</think>`` finds 13 = 5*3-2. A noisy demonstration may end with a random expression instead of a solution, or leave
-    out tags.
-    """
+    ``<think>5+3=8-2=6 no 5*3=15-2=13 ok</think>`` finds 13 = 5*3-2. A noisy demonstration may end
+    with a random expression instead of a solution, or leave out tags."""
 
     name = "countdown"
     instructions = (

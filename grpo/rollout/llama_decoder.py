@@ -103,7 +103,8 @@ class _Layer:
         number: int,
         cache: ForkedCache,
     ) -> Tensor:
-        """Hidden states ``[R, E]`` after this layer, whose number in ``cache`` is ``number``."""
+        """Return the hidden states ``[R, E]`` after this layer, which is layer ``number`` of
+        ``cache``."""
         H = self.H
         K = self.K
         D = self.D

@@ -53,8 +53,8 @@ class Reporter:
         self._completions: list[dict[str, Any]] = []
         """Records of completions that are not yet on dashboards."""
         self._unsent: dict[str, Any] = {}
-        """Metrics of the last step that dashboards do not have yet. They are sent in one record with
-        the evaluation after that step."""
+        """Metrics of the last step that dashboards do not have yet. They are sent in one record
+        with the evaluation after that step."""
         self.hints = Hints()
         """Hints of the run so far. Only the main rank collects them."""
         if not is_main:
