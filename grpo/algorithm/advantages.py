@@ -242,10 +242,12 @@ def has_no_advantage(rewards_PG: Tensor, *, baseline: Baseline, scale: Scale) ->
     groups are.
 
     Dynamic sampling replaces these groups before the rewards of other ranks are known.
+    ``rewards_PG`` may also be values ``[P, G, F]``, those of GDPO. It subtracts the mean of each
+    function's values, whatever ``baseline`` and ``scale`` are.
     """
     # Without a baseline, advantages are multiples of rewards, not of differences. But with
     # scale="group", equal rewards have a standard deviation of 0, and get advantages of 0.
-    if baseline == "none" and scale != "group":
+    if rewards_PG.dim() == 2 and baseline == "none" and scale != "group":
         has_reward_PG = rewards_PG.nan_to_num(0.0) != 0
         return ~has_reward_PG.any(dim=1)
     return has_equal_rewards(rewards_PG)

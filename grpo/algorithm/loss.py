@@ -445,7 +445,7 @@ def surrogate_loss(
         neg = A_B1.new_tensor(SAPO_TEMPERATURE_NEG)
         tau_B1 = torch.where(A_B1 > 0, pos, neg)
         gate_BT = torch.sigmoid(tau_B1 * (ratio_BT - 1))
-        return -gate_BT * 4 / tau_B1 * A_B1  # - (4 / tau) gate A
+        return -gate_BT * 4 / tau_B1 * A_B1
 
     # cispo and dppo_tv: the ratio is a constant weight of the gradient of lp. Where the ratio is
     # above its bound, clip takes the gradient away. Here the bound only limits the weight.

@@ -1,6 +1,6 @@
 """Passes over a batch, which ``tokens_per_microbatch`` divides into micro-batches.
 
-Shapes: ``B`` rows, ``T`` completion tokens, ``N`` trained tokens of all rows.
+Shapes: ``B`` rows, ``T`` completion tokens, ``N`` trained tokens of all ranks.
 """
 
 from __future__ import annotations

@@ -179,6 +179,14 @@ def test_functions_that_cancel_each_other_out_have_no_advantage_under_gdpo():
         )
 
 
+def test_gdpo_compares_the_values_of_each_function_without_a_baseline_too():
+    equal_GF = [[0.0, 2.0], [0.0, 2.0]]
+    different_GF = [[0.0, 2.0], [0.0, 1.0]]
+    values_PGF = torch.tensor([different_GF, equal_GF, different_GF])
+    for options in ({"baseline": "mean", "scale": "group"}, {"baseline": "none", "scale": "none"}):
+        assert has_no_advantage(values_PGF, **options).tolist() == [False, True, False]
+
+
 @pytest.mark.parametrize(
     ("rewards", "options", "message"),
     [

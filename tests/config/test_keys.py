@@ -15,7 +15,7 @@ from train_grpo import main
 REFUSED = """
     optim.min_lr=1e-7
     runtime.shard_size=2
-    runtime.offload=optimizer
+    runtime.offload=all
 """
 WITHOUT_EFFECT = """
     lora.alpha=4
