@@ -2,6 +2,7 @@
 
 import sys
 
+# This file stands above the room `commands` so that the command is short: python -m grpo.merge.
 from grpo.commands.merge import main
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import sys
 
+# This file stands above the room `commands` so that the command is short: python -m grpo.sweep.
 from grpo.commands.sweep import main
 
 if __name__ == "__main__":
