@@ -12,7 +12,7 @@ Two differences from the DeepSeekMath paper: a completion that no reward could s
 Where to change what, in grpo/:
     ratio, clip, KL   policy_loss and the functions that it calls, in algorithm/loss.py
     advantage         group_advantages and has_no_advantage, in algorithm/advantages.py
-    a new name        for a choice of a key: its Literal in algorithm/choices.py
+    a key's choices   the Literal of their names in algorithm/choices.py, besides the code
     metric            the statistics of policy_loss, or run/metrics.py
     engine            Engine in rollout/interface.py; run/prepare.py builds the engine
 """

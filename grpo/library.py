@@ -154,7 +154,7 @@ def train(
     }
     tables = {"dataset": dataset, "eval_dataset": eval_dataset}
     checked, user_objects = _read_arguments(config, settings, reward_functions, turns, tables)
-    # These imports come after the settings are checked, because they and the page take seconds.
+    # These imports come after the settings are checked, because loading them takes seconds.
     run_steps = _load_page()
     from grpo.distributed import start_world
     from grpo.run.ending import run_to_completion

@@ -247,8 +247,8 @@ class Batch:
     metrics compare them with the log-probs of the scorer."""
     old_logprobs_BT: Tensor | None = None
     """Log-probs under the policy before its first update of the step, computed by the trainer; with
-    ``dppo_tv`` the sampling log-probs. Default: the step has a single update, for which the page
-    takes the new log-probs, detached."""
+    ``dppo_tv`` the sampling log-probs. Default: the step has a single update, for which
+    ``train_grpo.py`` takes the new log-probs, detached."""
     ref_logprobs_BT: Tensor | None = None
     """Log-probs under the reference model. Default: there is no reference model."""
     policy_mask_BT: Tensor | None = None

@@ -51,7 +51,8 @@ NOBODY = 65534
 # every sandbox has the process id 1. If several sandboxes had the same user, RLIMIT_NPROC would
 # count their processes together, and code could start too few.
 _SANDBOX_USER = 2_000_000_000 + os.getpid()
-"""Id of a user that no other sandbox on this machine has; in containers, none of the same one."""
+"""Id of a user that no other sandbox has, except in another container: process ids are unique
+within a container."""
 WORK_FOLDER = "/sandbox"
 """Working folder inside the sandbox. It is mounted over this path, which would hide a Python that
 is installed there: no machine has one there."""
