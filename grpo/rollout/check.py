@@ -25,6 +25,9 @@ COMPLETION_LENGTH = 6
 """Number of tokens of the longer completions of the check. Others are shorter."""
 FP32_BOUND = 1e-4
 """Bound for :func:`is_close` in fp32. It allows for sums that are added up in another order."""
+ROUNDING_FACTOR = 4
+"""The bound of a model with more rounding is this factor times its rounding. Fast ways of computing
+differ in every matrix product, and the rounding is measured with one other way."""
 
 
 def check_model(
@@ -68,6 +71,12 @@ def check_model(
         # These are computed before dropout is switched off. So the comparison notices if a number
         # that also counts in evaluation is set to 0.
         expected_N = _score(scorer, batch)
+        # Rounding grows with the depth of a model and with its largest activations. In SmolLM2-135M
+        # each row alone gives other log-probs than the rows together, by 2e-4 deviations in fp32.
+        alone_N = _score(scorer, batch, together=False)
+        rounding = (alone_N - expected_N).abs().max() / expected_N.std()
+        bound = max(bound, ROUNDING_FACTOR * rounding.item())
+        fast_bound = max(FP32_BOUND, ROUNDING_FACTOR * rounding.item())
         if disable_dropout:
             turn_dropout_off(policy.model)
             for logprobs_N in in_training_mode(policy, lambda: _score(scorer, batch)):
@@ -76,9 +85,9 @@ def check_model(
                         f"{type(policy.model).__name__} is random in training mode: "
                         "set model.disable_dropout=false"
                     )
-            why_padded = _pack(policy, scorer, batch, expected_N)
+            why_padded = _pack(policy, scorer, batch, expected_N, fast_bound)
         if why_padded is None:
-            policy.is_llama = _is_llama(policy, scorer, batch)
+            policy.is_llama = _is_llama(policy, scorer, batch, fast_bound)
             return None
 
         # Rollouts are going to sample in the slow way. _pack() would have checked the fast way.
@@ -110,11 +119,12 @@ def _short_batch(policy: Policy, longest: int) -> Batch:
     )
 
 
-def _score(scorer: CompletionScorer, batch: Batch) -> Tensor:
-    """Log-probs ``[N]`` of all completions, row after row."""
+def _score(scorer: CompletionScorer, batch: Batch, together: bool = True) -> Tensor:
+    """Log-probs ``[N]`` of all completions, row after row, computed in one batch if possible."""
     parts = [batch]
-    if not scorer.has_plain_head:
-        # All logits of a part are in memory at once, and a prompt may have a window's length.
+    if not (together and scorer.has_plain_head):
+        # Without a plain head, all logits of a part are in memory at once, and a prompt may have a
+        # window's length.
         parts = [batch.select(slice(b, b + 1)) for b in range(len(batch))]
     scored = []
     for part in parts:
@@ -166,6 +176,7 @@ def _pack(
     scorer: CompletionScorer,
     batch: Batch,
     expected_N: Tensor,
+    bound: float,
 ) -> str | None:
     """Switch model and scorer to packed rows and forked caches, if scoring and decoding with these
     both give the log-probs ``expected_N``.
@@ -180,9 +191,9 @@ def _pack(
     scorer.is_packed = True
     reason = "its layers mix the tokens of a row in other ways than attention"
     try:
-        if is_close(_score(scorer, batch), expected_N, FP32_BOUND):
+        if is_close(_score(scorer, batch), expected_N, bound):
             logprobs_N = _decode(policy, scorer, batch)
-            if is_close(logprobs_N, expected_N, FP32_BOUND):
+            if is_close(logprobs_N, expected_N, bound):
                 return None
     except Exception as error:  # the model's code is not ours, and may not accept these arguments
         reason = str(error) or reason
@@ -192,7 +203,7 @@ def _pack(
     return reason
 
 
-def _is_llama(policy: Policy, scorer: CompletionScorer, batch: Batch) -> bool:
+def _is_llama(policy: Policy, scorer: CompletionScorer, batch: Batch, bound: float) -> bool:
     """True if decode steps of :class:`LlamaDecoder` give the same log-probs as the model's
     modules."""
     if type(policy.backbone).__name__ not in LLAMA_SHAPED:
@@ -202,4 +213,4 @@ def _is_llama(policy: Policy, scorer: CompletionScorer, batch: Batch) -> bool:
     shift = context_length - PROMPT_LENGTH - COMPLETION_LENGTH
     expected_N = _decode(policy, scorer, batch, shift=shift)
     logprobs_N = _decode(policy, scorer, batch, LlamaDecoder(policy.backbone), shift)
-    return is_close(logprobs_N, expected_N, FP32_BOUND)
+    return is_close(logprobs_N, expected_N, bound)
