@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import torch
+
 from grpo.algorithm.batch import Problem
 from grpo.checkpoint.saver import how_to_continue
 from grpo.config import Config, DataConfig, keys_without_effect
@@ -59,6 +61,12 @@ def print_summary(
     ]
     if eval_problems:
         lines.append(correctness_note(config.eval, run.tasks.rewards.names))
+    is_bf16_on_cpu = config.runtime.precision == "bf16" and run.world.device.type == "cpu"
+    if is_bf16_on_cpu and emulates_bf16():
+        lines.append(
+            "note: this CPU has no instructions for bf16, and its matrix products take several "
+            "times as long as in fp32: set runtime.precision=fp32"
+        )
     if why_padded:
         lines.append(f"note      {why_padded}: scoring computes each prompt once per completion")
     if checkpoint:
@@ -69,6 +77,13 @@ def print_summary(
         )
     for line in filter(None, lines):
         run.log.reporter.print(line)
+
+
+def emulates_bf16() -> bool:
+    """True if this is a CPU of x86 that has no products of bf16. oneDNN then emulates them."""
+    # Every CPU with AMX has this part of AVX-512, too. torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    # is also True for the emulation.
+    return torch.cpu._is_avx2_supported() and not torch.cpu._is_avx512_bf16_supported()
 
 
 def data_line(

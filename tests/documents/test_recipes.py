@@ -4,10 +4,12 @@ of each file."""
 import hashlib
 import json
 import math
+from datetime import date
 
 import pytest
 from conftest import ROOT, run_trainer
 
+from examples import dates
 from grpo.config import Config, load_config
 from grpo.data import load_rows, make_problems
 from grpo.model import load_tokenizer
@@ -158,6 +160,18 @@ REWARDS = [  # configuration, reference answer, completions with their rewards
         },
     ),
     ("didactic_one_token", "5", {"5": 1.0, "9": 0.0}),
+    (
+        "smollm2_135m",
+        "2014-03-05",
+        {
+            "2014-03-05": 1.0,
+            "2014-05-03": 0.0,
+            "2014-03-06": 0.0,
+            "2014-3-5": 0.0,
+            "2014-03-05.": 0.0,
+            "The date is 2014-03-05": 0.0,
+        },
+    ),
 ]
 
 
@@ -215,6 +229,28 @@ def test_code_prompt_and_reward(tmp_path, assets):
     assert found == [1.0, 0.0, 0.0]
     for row in rows:
         assert rewards_of(c, [row["code"]], **row) == [1.0], row["text"]
+
+
+def test_rows_of_dates(tmp_path, monkeypatch):
+    """As the example writes them; the evaluation has other sentences and other dates."""
+    monkeypatch.setattr(dates, "CONFIGS", tmp_path)
+    dates.main()
+    days = {}
+    for split in ("train", "eval"):
+        name = f"smollm2_135m_{split}.jsonl"
+        text = (ROOT / "configs" / name).read_text()
+        assert text == (tmp_path / name).read_text()
+        rows = [json.loads(line) for line in text.splitlines()]
+        days[split] = [date.fromisoformat(row["answer"]) for row in rows]
+        for row, day in zip(rows, days[split], strict=True):
+            written = [text for text in dates.notations(day) if text in row["sentence"]]
+            sentences = [row["sentence"].replace(text, "{}") for text in written]
+            assert set(sentences) & set(getattr(dates, f"{split.upper()}_SENTENCES"))
+    assert len({*days["train"], *days["eval"]}) == 1_200 + 256
+    assert not set(dates.TRAIN_SENTENCES) & set(dates.EVAL_SENTENCES)
+    # The example in the prompt gives no answer away.
+    (example,) = config_of("smollm2_135m").data.few_shot
+    assert date.fromisoformat(example["completion"]) not in days["eval"]
 
 
 # --- two steps of every file

@@ -1,9 +1,11 @@
 """The summary that is printed before the first step."""
 
+from conftest import run_trainer, small_run
+
 from grpo.algorithm.batch import Problem
 from grpo.config import Config, DataConfig
 from grpo.data import ProblemSet
-from grpo.run.summary import data_line, warnings_of
+from grpo.run.summary import data_line, emulates_bf16, warnings_of
 
 
 def problems(start: int, end: int) -> list[Problem]:
@@ -62,3 +64,17 @@ def test_problems_that_are_left_out_are_counted():
         "data      file.jsonl: 7 problems to train on, 4 of them with an empty answer; 4 to evaluate on; "
         "left out, as empty or longer than 64 tokens: 3 and 2"
     )
+
+
+def test_bf16_on_a_cpu_that_emulates_it_is_noticed(tmp_path, random_model, monkeypatch):
+    changes = ["runtime.precision=bf16", "optim.max_steps=1", "data.max_eval_samples=1"]
+    done = run_trainer(*small_run(random_model, tmp_path), *changes)
+    assert ("note: this CPU has no instructions for bf16" in done.stdout) == emulates_bf16()
+
+    monkeypatch.setattr("torch.cpu._is_avx2_supported", lambda: True)
+    for has_bf16 in (False, True):
+        monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda has=has_bf16: has)
+        assert emulates_bf16() is not has_bf16
+    # A CPU that is not of x86, of which PyTorch says less.
+    monkeypatch.setattr("torch.cpu._is_avx2_supported", lambda: False)
+    assert not emulates_bf16()

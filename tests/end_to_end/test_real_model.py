@@ -1,0 +1,36 @@
+"""A published model of 135 million parameters learns to write dates.
+
+``GRPO_TEST_REAL_MODEL`` is the folder of SmolLM2-135M-Instruct.
+"""
+
+import os
+from statistics import fmean
+
+import pytest
+from conftest import run_trainer
+from outputs import metrics_of
+
+MODEL = os.environ.get("GRPO_TEST_REAL_MODEL")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not MODEL, reason="needs GRPO_TEST_REAL_MODEL, SmolLM2-135M-Instruct's folder")
+def test_ten_steps_of_a_real_model(tmp_path):
+    """@@ s on two cores, with one thread."""
+    done = run_trainer(
+        "--config",
+        "configs/smollm2_135m.yaml",
+        f"model.name_or_path={MODEL}",
+        f"output_dir={tmp_path}/run",
+        "optim.max_steps=10",
+        "eval.max_samples=32",
+        "eval.num_samples=1",
+        "eval.temperature=0",
+        timeout=1200,
+    )
+    assert "computes each prompt once per completion" not in done.stdout, "rows are packed"
+    before, *_, after = metrics_of(tmp_path / "run")
+    rewards = [line["reward"] for line in metrics_of(tmp_path / "run") if line["step"]]
+    assert len(rewards) == 10
+    assert fmean(rewards[-3:]) > fmean(rewards[:3])
+    assert after["eval/greedy_accuracy"] > before["eval/greedy_accuracy"]
