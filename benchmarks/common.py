@@ -2,6 +2,7 @@
 path."""
 
 import argparse
+import fcntl
 import json
 import os
 import platform
@@ -127,12 +128,56 @@ def write(path: str | None, results: dict, table: str = "") -> None:
 
 def read_runs(path: Path) -> list[dict]:
     path.parent.mkdir(parents=True, exist_ok=True)
-    return json.loads(path.read_text()) if path.exists() else []
+    if not path.exists():
+        return []
+    with path.open() as file:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        return json.loads(file.read() or "[]")
 
 
 def write_runs(path: Path, runs: list[dict]) -> None:
     """One line per run."""
     path.write_text("[\n" + ",\n".join(map(json.dumps, runs)) + "\n]\n")
+
+
+def add_run(path: Path, entry: dict) -> None:
+    """Add a run to a file to which other processes may add runs meanwhile."""
+    with path.open("a+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        runs = json.loads(file.read() or "[]")
+        write_runs(path, [*runs, entry])
+
+
+def reset_peak_rss() -> None:
+    """Let :func:`peak_rss_mib` begin anew. Only Linux can."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_rss_mib() -> float:
+    """Peak of this process's resident memory since the last reset, in MiB."""
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) / 1024
+
+
+def versions(python: str | Path) -> dict:
+    """Versions of torch, transformers and TRL in an environment."""
+    code = (
+        "import json, importlib.metadata as m; wanted = ('torch', 'transformers', 'trl'); "
+        "print(json.dumps({d.name: d.version for d in m.distributions() if d.name in wanted}))"
+    )
+    return json.loads(run(python, "-c", code))
+
+
+def microbatches_of_trl(setting: str, num_rows: int) -> dict:
+    """TRL's arguments for a setting as ``8+checkpointing``: rows of a micro-batch of the
+    ``num_rows`` of a step, and options."""
+    rows, *options = setting.split("+")
+    return {
+        "per_device_train_batch_size": int(rows),
+        "gradient_accumulation_steps": num_rows // int(rows),
+        "gradient_checkpointing": "checkpointing" in options,
+    }
 
 
 def trl_trainer(

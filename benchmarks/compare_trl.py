@@ -24,7 +24,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from common import RESULTS, about, in_turn, markdown, parser, ratios, run, shown, write
+from common import RESULTS, about, in_turn, markdown, parser, ratios, shown, versions, write
 
 SIDE = Path(__file__).with_name("step_side.py")
 PHASES = {
@@ -33,14 +33,6 @@ PHASES = {
     "rest": "after sampling, s",
     "peak_rss_mib": "peak RSS, MiB",
 }
-
-
-def versions(python: str) -> dict:
-    code = (
-        "import json, importlib.metadata as m; wanted = ('torch', 'transformers', 'trl'); "
-        "print(json.dumps({d.name: d.version for d in m.distributions() if d.name in wanted}))"
-    )
-    return json.loads(run(python, "-c", code))
 
 
 def measure(

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-from common import trl_trainer
+from common import microbatches_of_trl, trl_trainer
 
 P = 4
 G = 8
@@ -96,7 +96,7 @@ def trl(a, wait_for_turn) -> dict:
     from transformers import TrainerCallback
     from trl import GRPOTrainer
 
-    rows_of_microbatch, *options = a.side.split("+")
+    _, *options = a.side.split("+")
     record = {"tokens": [], "step": [], "sampling": []}
 
     def has_format(completions, completion_ids, **columns):
@@ -136,8 +136,7 @@ def trl(a, wait_for_turn) -> dict:
             cls=Timed,
             callbacks=[Clock()],
             dtype="bfloat16" if "bf16-weights" in options else "float32",
-            per_device_train_batch_size=int(rows_of_microbatch),
-            gradient_accumulation_steps=P * G // int(rows_of_microbatch),
+            **microbatches_of_trl(a.side, P * G),
             num_generations=G,
             max_completion_length=a.max_tokens,
             temperature=1.0,
@@ -148,7 +147,6 @@ def trl(a, wait_for_turn) -> dict:
             max_steps=a.steps,
             bf16=a.precision == "bf16",
             use_cpu=not torch.cuda.is_available(),
-            gradient_checkpointing="checkpointing" in options,
             use_transformers_continuous_batching="continuous-batching" in options,
         ).train()
     return record

@@ -1,9 +1,9 @@
 """One run by TRL on the problems of one of our configurations; started by learning_vs_trl.py with
 TRL's own Python.
 
-    python benchmarks/trl_side.py OUTPUT.json EVERY --config X.yaml key=value ...
+    python benchmarks/trl_side.py OUTPUT.json EVERY ROWS[+checkpointing] --config X.yaml key=value ...
 
-TRL gets the values of our configuration one by one, and its other defaults are set to what this
+ROWS are those of a micro-batch, of which a step has as many as it needs. TRL gets the values of our configuration one by one, and its other defaults are set to what this
 trainer does. Our code evaluates TRL's model on the held-out problems every EVERY steps. A setting
 that TRL does not have, or has in another form, stops the script with its name."""
 
@@ -15,7 +15,7 @@ from functools import partial
 from operator import attrgetter
 from pathlib import Path
 
-from common import LOSS_TYPES, trl_trainer
+from common import LOSS_TYPES, microbatches_of_trl, peak_rss_mib, reset_peak_rss, trl_trainer
 
 import torch  # isort: skip
 from transformers import TrainerCallback
@@ -81,7 +81,8 @@ def called(reward, arguments: dict, /, **columns) -> list:
 
 
 class Evaluate(TrainerCallback):
-    """Evaluates before the first step, every N steps, and after the last."""
+    """Evaluates before the first step, every N steps, and after the last; times each step, and
+    leaves evaluations out of the time and of the peak of memory."""
 
     def __init__(self, config, tokenizer, problems, every: int, device: torch.device):
         self.config = config
@@ -91,10 +92,11 @@ class Evaluate(TrainerCallback):
         self.world = World(0, 1, 0, device)
         self.rewards = RewardRunner(config.reward.functions)
         self.points: list[dict] = []
-        self.seconds = 0.0
+        self.step_seconds: list[float] = []
+        self.peaks: list[float] = []
 
     def measure(self, model, step: int) -> None:
-        started = time.perf_counter()
+        self.peaks.append(peak_rss_mib())
         policy = Policy(
             model,
             self.tokenizer,
@@ -111,19 +113,26 @@ class Evaluate(TrainerCallback):
             eval_sampling(self.config),
             seed=self.config.seed,
         )
-        self.points.append({"step": step, **found.metrics})
-        self.seconds += time.perf_counter() - started
+        point = {"step": step, "seconds": sum(self.step_seconds), "intervals": found.intervals}
+        self.points.append(point | found.metrics)
+        reset_peak_rss()
 
     def on_train_begin(self, args, state, control, model=None, **_):
         self.measure(model, 0)
 
+    def on_step_begin(self, *args, **kwargs):
+        self.started = time.perf_counter()
+
     def on_step_end(self, args, state, control, model=None, **_):
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.step_seconds.append(time.perf_counter() - self.started)
         if state.global_step % self.every == 0 or state.global_step == state.max_steps:
             self.measure(model, state.global_step)
 
 
 def main() -> None:
-    output, every, *arguments = sys.argv[1:]
+    output, every, microbatches, *arguments = sys.argv[1:]
     config = load_config(arguments)
     torch.set_num_threads(config.runtime.threads_per_rank or 1)
     use_cpu = config.runtime.device == "cpu" or not torch.cuda.is_available()
@@ -156,6 +165,7 @@ def main() -> None:
     ).problems
     callback = Evaluate(config, tokenizer, held_out[: config.eval.max_samples], int(every), device)
     warmup = round(o.max_steps * o.warmup_steps) if o.warmup_steps < 1 else int(o.warmup_steps)
+    trl_microbatches = microbatches_of_trl(microbatches, r.prompts_per_step * r.num_generations)
     with tempfile.TemporaryDirectory() as folder:
         trainer = trl_trainer(
             path,
@@ -170,11 +180,9 @@ def main() -> None:
             use_cpu=use_cpu,
             bf16=config.runtime.precision == "bf16",
             fp16=False,
-            gradient_checkpointing=config.model.gradient_checkpointing,
             # one step = prompts_per_step x G completions = one update, in the order given
-            per_device_train_batch_size=r.prompts_per_step * r.num_generations,
-            gradient_accumulation_steps=1,
-            steps_per_generation=1,
+            **trl_microbatches,
+            steps_per_generation=trl_microbatches["gradient_accumulation_steps"],
             num_iterations=1,
             num_generations=r.num_generations,
             shuffle_dataset=False,
@@ -210,18 +218,18 @@ def main() -> None:
             max_grad_norm=o.max_grad_norm,
             chat_template_kwargs=config.data.chat_template_kwargs,
         )
-        started = time.perf_counter()
         trainer.train()
-        seconds = time.perf_counter() - started - callback.seconds
     callback.rewards.close()
-    rewards = [
-        round(entry["reward"], 4) for entry in trainer.state.log_history if "reward" in entry
-    ]
-    assert len(rewards) == o.max_steps
+    steps = [entry for entry in trainer.state.log_history if "reward" in entry]
+    assert len(steps) == o.max_steps
     found = {
         "points": callback.points,
-        "reward_by_step": rewards,
-        "seconds": seconds,
+        "reward_by_step": [round(entry["reward"], 4) for entry in steps],
+        "step_seconds": [round(seconds, 3) for seconds in callback.step_seconds],
+        "mean_length": [round(entry["completions/mean_length"], 2) for entry in steps],
+        "num_tokens": int(steps[-1]["num_tokens"]),
+        "seconds": sum(callback.step_seconds),
+        "peak_rss_mib": max(callback.peaks),
     }
     Path(output).write_text(json.dumps(found))
 
