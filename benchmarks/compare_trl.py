@@ -13,7 +13,8 @@ under autocast, except with ``+bf16-weights``.
 
 Each side is a process of its own, and the processes take turns step by step, so a machine that gets
 slower affects all. Each runs ``--steps`` steps on the same ``4 * steps`` problems in its own order;
-the first step is warm-up. The sides sample different completions of the same distribution (the
+the first step is warm-up. ``--prompt-tokens`` takes problems whose prompts have about that length,
+without the worked example. The sides sample different completions of the same distribution (the
 learning rate is 1e-6), so times are seconds per 1,000 completion tokens. What the trainers print
 goes to stderr."""
 
@@ -110,6 +111,20 @@ def summary(records: dict[str, dict]) -> dict:
     return result
 
 
+def note(results: list[dict], num_steps: int) -> str:
+    """What the seconds are, and how long prompts and completions were."""
+    text = f"Seconds are per 1,000 completion tokens, medians of {num_steps - 1} steps. "
+    text += f"A prompt has {results[0]['records']['ours']['prompt_tokens']:.1f} tokens on average. "
+    for entry in results:
+        of_sides = []
+        for side, record in entry["records"].items():
+            of_sides.append(f"{record['completion_tokens']:.1f} ({side})")
+        setting = entry["setting"]
+        text += f"A completion in {setting['precision']} at beta {setting['beta']:g}: "
+        text += f"{', '.join(of_sides)}. "
+    return f"{text.rstrip()}\n\n"
+
+
 def table(results: list[dict]) -> str:
     names = results[0]["summary"]["step"]["of_trl"]
     columns = ["precision", "beta", "threads", "phase", "ours", *(f"TRL, {name}" for name in names)]
@@ -135,6 +150,7 @@ def main() -> None:
         output=str(RESULTS / "compare_trl"),
         tokens_per_microbatch=16384,
         max_tokens=256,
+        prompt_tokens=0,
     ).parse_args()
     both = {"ours": versions(sys.executable), "trl": versions(a.trl_python)}
     where = about(a, versions=both)
@@ -150,8 +166,8 @@ def main() -> None:
         records = measure(sides, a.trl_python, vars(a) | setting)
         results.append({"setting": setting, "summary": summary(records), "records": records})
         print(table(results[-1:]), flush=True)
-        note = f"Seconds are per 1,000 completion tokens, medians of {a.steps - 1} steps.\n\n"
-        write(a.output, where | {"results": results}, note + table(results))
+        text = note(results, a.steps) + table(results)
+        write(a.output, where | {"results": results}, text)
 
 
 if __name__ == "__main__":

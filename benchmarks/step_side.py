@@ -18,9 +18,12 @@ from common import microbatches_of_trl, trl_trainer
 
 P = 4
 G = 8
-SYSTEM = (
+INSTRUCTION = (
     "Answer the question. First think step by step between <think> and </think>, "
-    "then give the final number between <answer> and </answer>.\n\n"
+    "then give the final number between <answer> and </answer>."
+)
+SYSTEM = (
+    f"{INSTRUCTION}\n\n"
     "Example question: Natalia sold clips to 48 of her friends in April, and then she sold half as "
     "many clips in May. How many clips did Natalia sell altogether in April and May?\n"
     "Example answer: <think>\n"
@@ -30,15 +33,41 @@ SYSTEM = (
 )
 
 
-def problems(a) -> list[dict]:
-    """Rows of GSM8K."""
+def system_prompt(a) -> str:
+    return INSTRUCTION if a.prompt_tokens else SYSTEM
+
+
+def problems(a) -> tuple[list[dict], float]:
+    """The first rows of GSM8K whose prompts have a length within 10% of ``prompt_tokens``, any
+    length if it is 0, and the mean length of their prompts in tokens."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(a.model)
     rows = []
-    lines = Path(a.data).read_text(encoding="utf-8").splitlines()
-    for line in lines[: P * a.steps]:
+    lengths = []
+    for line in Path(a.data).read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
-        answer = row["answer"].split("####")[-1].strip()
-        rows.append({"question": row["question"], "answer": answer})
-    return rows
+        prompt = messages(a, row["question"])
+        encoded = tokenizer.apply_chat_template(prompt, add_generation_prompt=True)
+        length = len(encoded["input_ids"])
+        if not a.prompt_tokens or abs(length - a.prompt_tokens) <= 0.1 * a.prompt_tokens:
+            answer = row["answer"].split("####")[-1].strip()
+            rows.append({"question": row["question"], "answer": answer})
+            lengths.append(length)
+        if len(rows) == P * a.steps:
+            return rows, sum(lengths) / len(lengths)
+    raise SystemExit(f"{a.data}: too few prompts of about {a.prompt_tokens} tokens")
+
+
+def messages(a, question: str) -> list[dict]:
+    system = {"role": "system", "content": system_prompt(a)}
+    return [system, {"role": "user", "content": question}]
+
+
+def letters(completions, **columns) -> list[float]:
+    """The reward of both sides. It differs within nearly every group: without beta, our trainer
+    computes nothing for a group of equal rewards, and a small model has no other reward here."""
+    return [len(completion[0]["content"]) / 1000 for completion in completions]
 
 
 def ours(a, wait_for_turn) -> dict:
@@ -55,8 +84,8 @@ def ours(a, wait_for_turn) -> dict:
     grpo.run.steps.Step = in_turn
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "rows.jsonl"
-        rows = [json.dumps(row) + "\n" for row in problems(a)]
-        data.write_text("".join(rows), encoding="utf-8")
+        rows, prompt_tokens = problems(a)
+        data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         code = train_grpo.main(
             [
                 f"output_dir={folder}/run",
@@ -65,8 +94,8 @@ def ours(a, wait_for_turn) -> dict:
                 "data.prompt_column=question",
                 "data.answer_column=answer",
                 "data.max_prompt_length=1024",
-                f"data.system_prompt={json.dumps(SYSTEM)}",
-                "reward.functions=[{name: format}]",
+                f"data.system_prompt={json.dumps(system_prompt(a))}",
+                f"reward.functions=[{{name: '{Path(__file__).resolve()}:letters'}}]",
                 f"rollout={{prompts_per_step: {P}, num_generations: {G}, "
                 f"max_completion_length: {a.max_tokens}}}",
                 f"algorithm={{name: grpo, beta: {a.beta}}}",
@@ -82,6 +111,7 @@ def ours(a, wait_for_turn) -> dict:
     # Step 0 is the evaluation before training.
     steps = [line for line in lines if line["step"]]
     return {
+        "prompt_tokens": prompt_tokens,
         "tokens": [line["completions/mean_length"] * P * G for line in steps],
         "step": [line["step_time"] for line in steps],
         "sampling": [line["time/rollout"] for line in steps],
@@ -99,11 +129,9 @@ def trl(a, wait_for_turn) -> dict:
     _, *options = a.side.split("+")
     record = {"tokens": [], "step": [], "sampling": []}
 
-    def has_format(completions, completion_ids, **columns):
+    def counted_letters(completions, completion_ids, **columns):
         record["tokens"].append(sum(len(ids) for ids in completion_ids))
-        return [
-            float("</think>\n<answer>" in completion[0]["content"]) for completion in completions
-        ]
+        return letters(completions)
 
     class Clock(TrainerCallback):
         def on_step_begin(self, *args, **kwargs):
@@ -122,16 +150,13 @@ def trl(a, wait_for_turn) -> dict:
             record["sampling"].append(time.perf_counter() - start)
             return result
 
-    rows = []
-    for row in problems(a):
-        system = {"role": "system", "content": SYSTEM}
-        user = {"role": "user", "content": row["question"]}
-        rows.append({"prompt": [system, user], "answer": row["answer"]})
+    chosen, record["prompt_tokens"] = problems(a)
+    rows = [{"prompt": messages(a, row["question"]), "answer": row["answer"]} for row in chosen]
     with tempfile.TemporaryDirectory() as folder:
         trl_trainer(
             a.model,
             rows,
-            has_format,
+            counted_letters,
             folder,
             cls=Timed,
             callbacks=[Clock()],
@@ -163,6 +188,7 @@ def main() -> None:
 
     measure = ours if a.side == "ours" else trl
     record = measure(a, wait_for_turn)
+    record["completion_tokens"] = sum(record["tokens"]) / (P * G * len(record["tokens"]))
     record["peak_rss_mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     print(json.dumps(record), file=replies, flush=True)
 
