@@ -1,12 +1,18 @@
-"""The picture of the README: what the demo learns, and a step's time beside TRL's.
+"""The pictures of the README: what the demo learns, and a step's time beside TRL's; what a real
+model learns by minute, beside TRL.
 
     ./launch.sh
     python benchmarks/readme_figure.py --run runs/tiny_arithmetic
+    python benchmarks/readme_figure.py --learning runs/learning_vs_trl/smollm2_135m.json
 
 Left: the reward and the accuracy of the sampled completions at each step, from ``metrics.jsonl`` of
 the run. Right: seconds per 1,000 completion tokens, medians from
 ``benchmarks/results/compare_trl.json``. Writes ``docs/figures/demo_and_speed_light.svg`` and
-``..._dark.svg``: the README shows the one that fits the reader's colour scheme. Needs matplotlib
+``..._dark.svg``: the README shows the one that fits the reader's colour scheme.
+
+With ``--learning``, a file of ``learning_vs_trl.py``: held-out accuracy (``--metric``) by minutes
+of training, a thin line per seed and a thick one through their means. Writes
+``docs/figures/real_model_light.svg`` and ``..._dark.svg``. Needs matplotlib
 (``pip install -e ".[plots]"``)."""
 
 import json
@@ -14,7 +20,7 @@ from pathlib import Path
 
 import matplotlib
 import numpy
-from common import RESULTS, ROOT, parser
+from common import RESULTS, ROOT, parser, read_runs
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
@@ -98,8 +104,46 @@ def draw_speed(axes, results: list[dict], text: str) -> None:
     axes.set_title("A step beside TRL, two CPU cores, model of 7M parameters", loc="left")
 
 
-def draw(run: Path, text: str, path: Path) -> None:
-    style = {
+def draw_by_minute(axes, runs: list[dict], metric: str) -> None:
+    """A line per side; the settings of a side of TRL are left out of its label."""
+    colors = {"ours": OURS, "trl": TRL}
+    sides = sorted({entry["side"] for entry in runs})
+    for side in sides:
+        trainer, _, settings = side.partition(" ")
+        label = "TRL 1.16.0" if trainer == "trl" else f"this trainer {settings}".strip()
+        # A second side of ours, such as LoRA, is dashed.
+        style = {
+            "color": colors[trainer],
+            "linestyle": "--" if trainer == "ours" and settings else "-",
+        }
+        minutes = []
+        values = []
+        for entry in runs:
+            if entry["side"] == side:
+                minutes.append([point["seconds"] / 60 for point in entry["points"]])
+                values.append([100 * point[metric] for point in entry["points"]])
+                axes.plot(minutes[-1], values[-1], linewidth=0.7, alpha=0.35, **style)
+        # Every seed was evaluated after the same steps, each a little earlier or later.
+        axes.plot(
+            numpy.mean(minutes, axis=0),
+            numpy.mean(values, axis=0),
+            linewidth=2,
+            label=label,
+            **style,
+        )
+    axes.set(
+        xlabel="minutes of training",
+        xlim=(0, None),
+        ylabel="%",
+        ylim=(0, 100),
+    )
+    axes.set_title(f"SmolLM2-135M-Instruct: held-out {metric.removeprefix('eval/')}", loc="left")
+    axes.legend(loc="lower right", frameon=False)
+
+
+def style_of(text: str) -> dict:
+    """Settings of matplotlib, with the text colour of a scheme."""
+    return {
         "text.color": text,
         "axes.labelcolor": text,
         "xtick.color": text,
@@ -111,30 +155,52 @@ def draw(run: Path, text: str, path: Path) -> None:
         "axes.facecolor": "none",
         "svg.hashsalt": "grpo",
     }
-    with pyplot.rc_context(style):
-        figure, (left, right) = pyplot.subplots(
-            1,
-            2,
-            figsize=(11.5, 3.4),
-            width_ratios=(1, 1.15),
-        )
-        draw_learning(left, run)
-        results = json.loads((RESULTS / "compare_trl.json").read_text())["results"]
-        draw_speed(right, results, text)
-        figure.tight_layout(w_pad=3)
-        figure.savefig(path, transparent=True, metadata={"Date": None})
-        pyplot.close(figure)
+
+
+def save(figure, path: Path) -> None:
+    figure.savefig(path, transparent=True, metadata={"Date": None})
+    pyplot.close(figure)
+
+
+def draw_demo_and_speed(run: Path, text: str, path: Path) -> None:
+    figure, (left, right) = pyplot.subplots(
+        1,
+        2,
+        figsize=(11.5, 3.4),
+        width_ratios=(1, 1.15),
+    )
+    draw_learning(left, run)
+    results = json.loads((RESULTS / "compare_trl.json").read_text())["results"]
+    draw_speed(right, results, text)
+    figure.tight_layout(w_pad=3)
+    save(figure, path)
+
+
+def draw_real_model(runs: list[dict], metric: str, path: Path) -> None:
+    figure, axes = pyplot.subplots(figsize=(7.5, 3.4))
+    draw_by_minute(axes, runs, metric)
+    figure.tight_layout()
+    save(figure, path)
 
 
 def main() -> None:
     options = parser(
         __doc__,
         run=ROOT / "runs/tiny_arithmetic",
+        learning=None,
+        metric="eval/mean@4",
         folder=ROOT / "docs/figures",
     ).parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     for scheme, text in SCHEMES.items():
-        draw(options.run, text, options.folder / f"demo_and_speed_{scheme}.svg")
+        with pyplot.rc_context(style_of(text)):
+            if options.learning:
+                runs = read_runs(Path(options.learning))
+                path = options.folder / f"real_model_{scheme}.svg"
+                draw_real_model(runs, options.metric, path)
+            else:
+                path = options.folder / f"demo_and_speed_{scheme}.svg"
+                draw_demo_and_speed(options.run, text, path)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 """One run by TRL on the problems of one of our configurations; started by learning_vs_trl.py with
 TRL's own Python.
 
-    python benchmarks/trl_side.py OUTPUT.json EVERY ROWS[+checkpointing] --config X.yaml key=value ...
+    python benchmarks/trl_side.py OUTPUT.json EVERY ROWS --config X.yaml key=value ...
 
-ROWS are those of a micro-batch, of which a step has as many as it needs. TRL gets the values of our configuration one by one, and its other defaults are set to what this
+ROWS of a micro-batch may end with ``+checkpointing``. A step has as many micro-batches as it needs.
+TRL gets the values of our configuration one by one, and its other defaults are set to what this
 trainer does. Our code evaluates TRL's model on the held-out problems every EVERY steps. A setting
 that TRL does not have, or has in another form, stops the script with its name."""
 
