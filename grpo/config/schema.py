@@ -120,11 +120,18 @@ class LoraConfig(Section):
     would round to bf16 anyway."""
 
 
+class Message(TypedDict):
+    # Chat templates read further keys, such as tool_calls.
+    __pydantic_config__ = {"extra": "allow"}
+    role: str
+    content: str
+
+
 class Example(TypedDict):
     # pydantic drops unknown keys of a TypedDict unless this forbids them.
-    __pydantic_config__ = ConfigDict(extra="forbid")
+    __pydantic_config__ = {"extra": "forbid"}
     prompt: str
-    completion: str
+    completion: str | list[Message]
 
 
 class DataConfig(Section):
@@ -169,7 +176,8 @@ class DataConfig(Section):
     {prompt}"). {NAME} stands for the column NAME of the row; a list is written with one item per
     line. The template does not change few_shot. Default: {prompt}."""
     few_shot: list[Example] = []
-    """Worked examples before each question, as chat turns: a list of {prompt, completion}."""
+    """Worked examples before each question, as chat turns: a list of {prompt, completion}. A
+    completion is text, or a list of chat messages {role, content}, as for a call of a tool."""
     conversational: Literal["auto", True, False] = "auto"
     """Form in which reward functions get prompts and completions. true: lists of messages. false:
     text; for a conversation, the text of its last message. auto: messages if the row's prompt is a

@@ -30,10 +30,11 @@ def conversation(prompt: Prompt, config: DataConfig) -> list[dict]:
     elif config.system_prompt:
         context.append({"role": "system", "content": config.system_prompt})
     for example in config.few_shot:
-        context += [
-            {"role": "user", "content": example["prompt"]},
-            {"role": "assistant", "content": example["completion"]},
-        ]
+        context.append({"role": "user", "content": example["prompt"]})
+        completion = example["completion"]
+        if isinstance(completion, str):
+            completion = [{"role": "assistant", "content": completion}]
+        context += completion
     return context + question
 
 

@@ -106,7 +106,7 @@ class TurnFormat:
                 )
         elif schemas:
             note = "note: the chat template does not show the tools: "
-            return [note + "describe them in data.system_prompt"]
+            return [note + "describe them in data.system_prompt, or show calls in data.few_shot"]
         return []
 
     def _find_reader(self, schemas: Schemas) -> bool:

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from grpo.algorithm.batch import Completion, Group
 from grpo.config import DataConfig
 from grpo.data import PYTHON_ROWS, Rows, load_rows, make_problems, rows_from_table
+from grpo.data.chat import apply_template
 from grpo.data.tiny import build_tokenizer
 from grpo.rewards.scores import score_groups
 
@@ -82,6 +83,20 @@ def test_a_conversation_has_system_prompt_worked_examples_and_turns(tokenizer):
     shown = "<|im_start|>system\n{}<|im_end|>\n" + user_message("2+2=") + "4<|im_end|>\n"
     text = shown.format("Be brief.") + user_message("3+3=")
     assert list(problem.prompt_ids) == tokenizer.encode(text, add_special_tokens=False)
+    # A worked example may call a tool.
+    completion = [
+        {"role": "assistant", "content": "<calc>2+2</calc>"},
+        {"role": "tool", "content": "4"},
+        {"role": "assistant", "content": "4"},
+    ]
+    shot = {"prompt": "2+2=", "completion": completion}
+    problem = problem_of("3+3=", tokenizer, few_shot=[shot])
+    messages = [
+        {"role": "user", "content": "2+2="},
+        *completion,
+        {"role": "user", "content": "3+3="},
+    ]
+    assert tokenizer.decode(problem.prompt_ids) == apply_template(tokenizer, messages)
     turns = [{"role": "system", "content": "Mine."}, *TURNS]
     problem = problem_of(turns, tokenizer, system_prompt="Yours.", few_shot=[SHOT])
     text = shown.format("Mine.") + user_message("Hi") + "Yes?<|im_end|>\n" + user_message("1+1=")
