@@ -18,9 +18,7 @@ TURN_MARKER = re.compile(r"<[|｜][^<>\s]+[|｜]>|\[/?[A-Z_]+\]|<\w+_of_\w+>")
 
 def conversation(prompt: Prompt, config: DataConfig) -> list[dict]:
     """Return a prompt as chat messages: system prompt, worked examples, question."""
-    if isinstance(prompt, str):
-        prompt = [{"role": "user", "content": prompt}]
-    question = list(prompt)
+    question = _as_messages(prompt, "user")
 
     # A system prompt in the row belongs to this problem, so it replaces the configured system
     # prompt. Many templates refuse two system messages.
@@ -30,12 +28,16 @@ def conversation(prompt: Prompt, config: DataConfig) -> list[dict]:
     elif config.system_prompt:
         context.append({"role": "system", "content": config.system_prompt})
     for example in config.few_shot:
-        context.append({"role": "user", "content": example["prompt"]})
-        completion = example["completion"]
-        if isinstance(completion, str):
-            completion = [{"role": "assistant", "content": completion}]
-        context += completion
+        context += _as_messages(example["prompt"], "user")
+        context += _as_messages(example["completion"], "assistant")
     return context + question
+
+
+def _as_messages(value: Prompt, role: str) -> list[dict]:
+    """Return a new list of messages. A text becomes one message of the role."""
+    if isinstance(value, str):
+        return [{"role": role, "content": value}]
+    return list(value)
 
 
 def render(
