@@ -26,7 +26,7 @@ def conversation(prompt: Prompt, config: DataConfig) -> list[dict]:
     if question[0]["role"] == "system":
         context.append(question.pop(0))
     elif config.system_prompt:
-        context.append({"role": "system", "content": config.system_prompt})
+        context += _as_messages(config.system_prompt, "system")
     for example in config.few_shot:
         context += _as_messages(example["prompt"], "user")
         context += _as_messages(example["completion"], "assistant")
@@ -144,7 +144,7 @@ def special_tokens(tokenizer: Any) -> set[str]:
 def turn_markers(tokenizer: Any) -> set[str]:
     """Return the markers that the chat template writes around a user's message."""
     try:
-        text = apply_template(tokenizer, [{"role": "user", "content": "x"}])
+        text = apply_template(tokenizer, _as_messages("x", "user"))
     except Exception:
         # The template may demand other messages, such as a system prompt first. Then no markers are
         # known, and prompts are not checked for markers.
