@@ -112,7 +112,7 @@ def summary(records: dict[str, dict]) -> dict:
 
 
 def note(results: list[dict], num_steps: int) -> str:
-    """What the seconds are, and how long prompts and completions were."""
+    """Sentences on the unit of the seconds, and on the mean lengths of prompts and completions."""
     text = f"Seconds are per 1,000 completion tokens, medians of {num_steps - 1} steps. "
     text += f"A prompt has {results[0]['records']['ours']['prompt_tokens']:.1f} tokens on average. "
     for entry in results:
