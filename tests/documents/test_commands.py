@@ -251,7 +251,8 @@ def cut_recipe(command: str) -> str:
             if "--table-only" in command
             else " --steps 1 --seeds 0 --problems 2 --output results/g.json"
         )
-    assert "train_grpo.py" in command or "grpo.evaluation" in command, f"unknown: {command}"
+    programs = ("launch.sh", "train_grpo.py", "grpo.evaluation")
+    assert any(program in command for program in programs), f"unknown: {command}"
     return f"{command} {CUTS} optim.min_lr=null rollout.prompts_per_step=2 eval.max_samples=2"
 
 
@@ -275,7 +276,11 @@ def test_every_command_of_the_recipes_works(tree, tmp_path):
     shutil.copytree(copy / "FOLDER", copy / "assets" / "models" / "gsm8k-7m")
     rows = [json.loads(line) for line in (copy / "train.jsonl").open()]
     publish(tmp_path / "hub", rows, rows[:9])
-    for name in ("HuggingFaceTB/SmolLM2-1.7B-Instruct", "meta-llama/Llama-3.2-1B-Instruct"):
+    for name in (
+        "HuggingFaceTB/SmolLM2-135M-Instruct",
+        "HuggingFaceTB/SmolLM2-1.7B-Instruct",
+        "meta-llama/Llama-3.2-1B-Instruct",
+    ):
         shutil.copytree(copy / "FOLDER", tmp_path / "hub" / "models" / name)
     executed = []
     with hub(tmp_path / "hub") as (endpoint, _):
