@@ -16,6 +16,11 @@ All completions of a group share the hidden states of their prompt, as in Prefix
     b     . . . x x . . . x . . .
     ...
 
+Tokens with which all prompts begin, such as a system prompt and examples, are in the row once: with
+``A A s`` and ``A A t`` for prompts, the row begins with ``A A s t``. Their hidden states are the
+same for all prompts, since a token attends to earlier tokens only. Attention alone computes them
+for each prompt.
+
 Completions are sorted by length, the longest first, and cut into *tiles* of similar length. The
 attention of a tile is one kernel call, for which completions are padded to the longest in the tile.
 
@@ -24,7 +29,7 @@ S   padded length of these rows           P   tokens of the longest prompt
 N   tokens of the packed row              R   rows of a tile: prompts, or completions
 M   completion tokens of all rows         C   tokens of the longest row of the tile
 H   heads                                 n   tokens of the tile
-D   size of a head
+D   size of a head                        q   tokens with which all prompts begin
 """
 
 from __future__ import annotations
@@ -38,6 +43,11 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 
+MIN_SHARED = 16
+"""Number of tokens with which all prompts must begin to be in the row once. Fewer save less than the
+copies for their attention cost."""
+
+
 @dataclass(frozen=True)
 class Tile:
     """Part of the packed row for one kernel call: all prompts, or completions of similar length."""
@@ -45,26 +55,38 @@ class Tile:
     width: int
     """Number of tokens of the longest row, C."""
     slots_n: Tensor | None
-    """Index of each token in the padded tensor ``[R * C]``. None if no row is padded."""
+    """Index of each token in the padded tensor ``[R * C]``, both without the shared tokens. None if
+    no row is padded."""
     prompt_R: Tensor
     """Index of each row's prompt. In the tile of the prompts, each row is a prompt itself."""
+    num_shared: int = 0
+    """Number of tokens with which each row begins, q. The tile has them once, as its first."""
 
     def pad(self, x_nHD: Tensor) -> Tensor:
         """Rearrange ``[n, H, D]`` to ``[R, H, C, D]``, with zeros at the padding."""
         R = len(self.prompt_R)
+        shared_qHD = x_nHD[: self.num_shared]
+        x_nHD = x_nHD[self.num_shared :]
+        own_width = self.width - self.num_shared
         if self.slots_n is not None:
-            num_slots = R * self.width
-            zeros = x_nHD.new_zeros(num_slots, *x_nHD.shape[1:])
+            zeros = x_nHD.new_zeros(R * own_width, *x_nHD.shape[1:])
             x_nHD = zeros.index_copy_(0, self.slots_n, x_nHD)
-        x_RCHD = x_nHD.unflatten(0, (R, self.width))
+        x_RCHD = x_nHD.unflatten(0, (R, own_width))
+        if self.num_shared:
+            shared_RqHD = shared_qHD.expand(R, -1, -1, -1)
+            x_RCHD = torch.cat([shared_RqHD, x_RCHD], dim=1)
         return x_RCHD.transpose(1, 2)
 
     def unpad(self, x_RHCD: Tensor) -> Tensor:
         """Rearrange ``[R, H, C, D]`` to ``[n, H, D]``, without the padding."""
         x_RCHD = x_RHCD.transpose(1, 2)
-        x_nHD = x_RCHD.flatten(0, 1)
+        x_nHD = x_RCHD[:, self.num_shared :].flatten(0, 1)
         if self.slots_n is not None:
             x_nHD = x_nHD.index_select(0, self.slots_n)
+        if self.num_shared:
+            # The shared tokens have the same attention in each row.
+            shared_qHD = x_RCHD[0, : self.num_shared]
+            x_nHD = torch.cat([shared_qHD, x_nHD])
         return x_nHD
 
 
@@ -126,14 +148,18 @@ def pack(
     prompt_lengths = [prompt_lengths_B[b] for b in row_of_group.values()]
     all_but_last = [length - 1 for length in lengths_B]
 
+    prompt_rows = list(row_of_group.values())
+    q = _num_shared(sequence_ids_BS[prompt_rows], min(prompt_lengths))
+
     # Tile by tile, collect where in the batch the tokens of the packed row come from.
     index_BS = torch.arange(B * S).view(B, S)
     U = len(prompt_lengths)
-    tiles = [_make_tile(prompt_lengths, range(U), device)]
-    sizes = [sum(prompt_lengths)]
-    sources = []
-    for b in row_of_group.values():
-        sources.append(index_BS[b, : prompt_lengths_B[b]])
+    own_lengths = [length - q for length in prompt_lengths]
+    tiles = [_make_tile(own_lengths, range(U), device, q)]
+    sizes = [q + sum(own_lengths)]
+    sources = [index_BS[prompt_rows[0], :q]]
+    for b in prompt_rows:
+        sources.append(index_BS[b, q : prompt_lengths_B[b]])
 
     start_B = [0] * B  # index of each completion in the packed row
     end = sizes[0]
@@ -150,8 +176,7 @@ def pack(
 
     # A token's logits score the next token. So the last token of the prompt scores the first token
     # of the completion, and each token of the completion but the last scores the next one.
-    prompt_lengths_U = torch.tensor(prompt_lengths)
-    end_U = prompt_lengths_U.cumsum(0)
+    end_U = q + torch.tensor(own_lengths).cumsum(0)
     before = [end_U[:0]]  # a micro-batch may have no scored token, and cat() wants a tensor
     for b, group in enumerate(groups_B):
         if lengths_B[b]:
@@ -173,7 +198,7 @@ def pack(
         predictor_M=torch.cat(before).to(device),
         tiles=tiles,
         sizes=sizes,
-        prompt_lengths_U=prompt_lengths_U.to(device),
+        prompt_lengths_U=torch.tensor(prompt_lengths, device=device),
     )
 
 
@@ -209,6 +234,19 @@ def round_up_to_bucket(size: int) -> int:
     return num_steps * step
 
 
+def _num_shared(ids_US: Tensor, shortest: int) -> int:
+    """Return the number of tokens with which all rows begin, or 0 if these are too few.
+
+    Each prompt keeps at least one token of its own, whose logits score the first token of a
+    completion.
+    """
+    if len(ids_US) == 1:
+        return 0
+    is_equal_S = (ids_US == ids_US[0]).all(dim=0)
+    num_equal = int(is_equal_S[: shortest - 1].cumprod(dim=0).sum())
+    return num_equal if num_equal >= MIN_SHARED else 0
+
+
 def _split_into_tiles(lengths: Sequence[int]) -> list[list[int]]:
     """Return the rows of each tile, the longest first. Rows without tokens are in no tile.
 
@@ -235,8 +273,12 @@ def _make_tile(
     lengths: Sequence[int],
     prompts: Sequence[int],
     device: torch.device,
+    num_shared: int = 0,
 ) -> Tile:
-    """Return a tile whose row r has ``lengths[r]`` tokens and prompt number ``prompts[r]``."""
+    """Return a tile whose row r has ``lengths[r]`` tokens and prompt number ``prompts[r]``.
+
+    The ``num_shared`` tokens with which each row begins are not in ``lengths``.
+    """
     C = max(lengths)
     slots_n = None
     if min(lengths) < C:
@@ -245,7 +287,8 @@ def _make_tile(
             slots.append(torch.arange(length) + r * C)
         slots_n = torch.cat(slots).to(device)
     return Tile(
-        width=C,
+        width=num_shared + C,
         slots_n=slots_n,
         prompt_R=torch.tensor(prompts, device=device),
+        num_shared=num_shared,
     )

@@ -19,11 +19,13 @@ from grpo.attention.packed import ATTENTION
 torch.set_num_threads(1)
 
 
-def rows():
+def rows(num_shared=0):
     """Six rows of three groups, of one to forty tokens; the second group has one completion, the
-    third an empty one."""
+    third an empty one. All prompts begin with ``num_shared`` tokens more."""
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(3, V, (n,), generator=generator) for n in (11, 1, 7)]
+    shared = torch.randint(3, V, (num_shared,), generator=generator)
+    prompts = [torch.cat([shared, prompt]) for prompt in prompts]
     group_B, lengths = [0, 0, 0, 1, 2, 2], [5, 1, 40, 9, 17, 0]
     sequences = [
         torch.cat([prompts[g], torch.randint(3, V, (n,), generator=generator)])
@@ -51,27 +53,27 @@ def scored(scorer, *batch):
 
 
 @pytest.mark.parametrize("name", CAN)
-@pytest.mark.parametrize("recompute", [False, True])
-def test_packed_equals_padded(name, recompute):
+@pytest.mark.parametrize(("recompute", "num_shared"), [(False, 0), (True, 0), (False, 20)])
+def test_packed_equals_padded(name, recompute, num_shared):
     model = build(*CAN[name])
     if recompute:
         model.train()
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     scorer = CompletionScorer(model, temperature=0.8)
-    padded = scored(scorer, *rows())
+    padded = scored(scorer, *rows(num_shared))
     scorer, why_padded = checked(model, temperature=0.8)
     assert why_padded is None and scorer.is_packed
     calls = []
     hook = model.get_input_embeddings().register_forward_hook(
         lambda module, inputs, output: calls.append(inputs[0].shape)
     )
-    packed = scored(scorer, *rows())
+    packed = scored(scorer, *rows(num_shared))
     hook.remove()
-    # 11 + 1 + 7 prompt tokens, once each, and each completion without its last token
-    # the last 2 are padding: 86 is none of the few sizes
+    # 11 + 1 + 7 prompt tokens and those that all prompts begin with, once each, and each completion
+    # without its last token; the last 2 are padding: neither 86 nor 106 is one of the few sizes
     assert calls[0] == (
         1,
-        19 + 4 + 0 + 39 + 8 + 16 + 2,
+        num_shared + 19 + 4 + 0 + 39 + 8 + 16 + 2,
     )
     torch.testing.assert_close(packed[0], padded[0], rtol=0, atol=1e-5)
     torch.testing.assert_close(packed[1], padded[1], rtol=0, atol=1e-5)
@@ -82,13 +84,14 @@ def test_packed_equals_padded(name, recompute):
         )
 
 
-def test_packed_equals_padded_in_float64():
+@pytest.mark.parametrize("num_shared", [0, 20])
+def test_packed_equals_padded_in_float64(num_shared):
     # (the others' norms compute in fp32)
     scorer = CompletionScorer(build(*CAN["gpt2, learned positions"]).double())
-    padded = scored(scorer, *rows())
+    padded = scored(scorer, *rows(num_shared))
     scorer, why_padded = checked(scorer.model)
     assert why_padded is None
-    packed = scored(scorer, *rows())
+    packed = scored(scorer, *rows(num_shared))
     torch.testing.assert_close(packed[0], padded[0], rtol=0, atol=1e-12)
     for parameter, expected in padded[2].items():
         torch.testing.assert_close(
@@ -171,6 +174,28 @@ def test_layout_by_hand():
         [1, 1, 1, 0, 0, 0],
         [1, 1, 1, 1, 0, 0],
     ]
+
+
+def test_layout_of_prompts_that_begin_alike_by_hand():
+    shared = list(range(100, 116))
+    ids_BS = torch.tensor([[*shared, 10, 11, 20, 21], [*shared, 12, 40, 41, 42]])
+    packed = pack(ids_BS, [18, 17], [2, 3], [0, 1])
+    # the tokens that both begin with; the rest of each prompt; the completions
+    assert packed.ids_1N.tolist() == [[*shared, 10, 11, 12, 40, 41, 20]]
+    assert packed.positions_1N.tolist() == [[*range(16), 16, 17, 16, 17, 18, 18]]
+    assert packed.predictor_M.tolist() == [17, 21, 18, 19, 20]
+    prompts, _ = packed.tiles
+    assert (prompts.width, packed.sizes) == (18, [19, 3, 0])
+    x_nHD = torch.arange(1.0, 20.0)[:, None, None]
+    x_RHCD = prompts.pad(x_nHD)
+    assert x_RHCD[:, 0, :, 0].tolist() == [[*range(1, 17), 17, 18], [*range(1, 17), 19, 0]]
+    assert torch.equal(prompts.unpad(x_RHCD), x_nHD)
+
+    # each prompt keeps a token of its own, and 15 equal tokens are too few
+    packed = pack(ids_BS, [17, 17], [3, 3], [0, 1])
+    assert packed.sizes[0] == 16 + 1 + 1
+    packed = pack(ids_BS, [16, 17], [4, 3], [0, 1])
+    assert packed.sizes[0] == 16 + 17
 
 
 def test_completions_of_very_unlike_lengths_are_in_tiles_of_their_own():

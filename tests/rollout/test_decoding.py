@@ -16,6 +16,7 @@ from grpo.attention import (
 from grpo.model import Policy
 from grpo.rollout import BuiltinEngine, SamplingParams, check_model
 from grpo.rollout.llama_decoder import LlamaDecoder
+from grpo.rollout.prefill import prefill
 from grpo.rollout.weights import copied_weights
 
 YARN = {
@@ -100,6 +101,22 @@ def test_decoder_gives_what_the_models_modules_give(name):
             theirs = hidden_states(model, by_modules(model))
             ours = hidden_states(model, LlamaDecoder(model.model))
         assert float((ours - theirs).norm()) < share * float(theirs.norm())
+
+
+@torch.no_grad()
+def test_prompts_that_begin_alike_decode_as_alone():
+    model = ready(*CAN["llama with one key head"])
+    policy = Policy(model, None, (2,), 0, torch.device("cpu"), "fp32")
+    shared = tuple(range(5, 25))
+    prompts = [(*shared, 30), (*shared, 31, 32, 33)]
+
+    def logits(prompts):
+        decoder, first_RV = prefill(policy, LlamaDecoder(model.model), prompts, capacity=4)
+        second_RV = decoder.step(torch.full((len(prompts),), 40))
+        return torch.stack([first_RV, second_RV])
+
+    alone = torch.cat([logits(prompts[:1]), logits(prompts[1:])], dim=1)
+    torch.testing.assert_close(logits(prompts), alone, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", OTHERS)
