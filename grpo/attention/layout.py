@@ -42,7 +42,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-
 MIN_SHARED = 16
 """Number of tokens with which all prompts must begin to be in the row once. Fewer save less than the
 copies for their attention cost."""

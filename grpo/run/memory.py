@@ -12,6 +12,7 @@ import gc
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 
 import torch
 
@@ -51,19 +52,22 @@ def try_largest_step(run: Run, problems: list[Problem]) -> str:
     # A rollout of the longest prompts of the dataset.
     num_problems = config.rollout.prompts_per_step // world.size
     by_length = sorted(problems, key=lambda problem: -len(problem.prompt_ids))
-    longest_first = by_length[:num_problems]
+    # Prompts differ in their first token. What all prompts begin with would be computed once, and
+    # prompts of a real step may have less in common than the longest ones.
     prompts = []
-    for problem in longest_first:
-        prompts += [problem.prompt_ids] * G
+    for n, problem in enumerate(by_length[:num_problems]):
+        prompts += [_begun_with(n % 2, problem).prompt_ids] * G
     row_tokens = len(prompts[0]) + max_length
 
     # A minibatch in which all groups have the longest prompt. So no micro-batch is heavier than the
     # first.
     completion = Completion((0,) * max_length, text="", finished=False)
-    group = Group(longest_first[0], (completion,) * G)
     num_groups = num_problems // config.algorithm.num_minibatches
+    groups = []
+    for n in range(num_groups):
+        groups.append(Group(_begun_with(n % 2, by_length[0]), (completion,) * G))
     no_advantages_PG = torch.zeros(num_groups, G)
-    minibatch = collate([group] * num_groups, no_advantages_PG, pad_id=0, device=world.device)
+    minibatch = collate(groups, no_advantages_PG, pad_id=0, device=world.device)
 
     devices = [world.device] if world.device.type == "cuda" else []
     # The bare scorer is tried: DDP would average the gradients, and a rank that is out of memory
@@ -105,6 +109,11 @@ def try_largest_step(run: Run, problems: list[Problem]) -> str:
     # PyTorch would keep the memory of the tried step, which then neither NCCL nor vLLM could use.
     torch.cuda.empty_cache()
     return f"memory    the largest possible step was tried in {seconds['largest step']:.1f} s"
+
+
+def _begun_with(token: int, problem: Problem) -> Problem:
+    """Return the problem with another first token in its prompt."""
+    return replace(problem, prompt_ids=(token, *problem.prompt_ids[1:]))
 
 
 def _fit(

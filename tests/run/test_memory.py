@@ -99,6 +99,8 @@ def test_it_takes_the_longest_prompts_and_completions_of_full_length(
         num_tokens = num_prompts * L + int(mask_BT.sum())
         passes.append(num_tokens)
         assert sequence_ids_BS.shape[1] == L + 12 and mask_BT.all()
+        # prompts that begin alike would be computed in part once
+        assert num_prompts == 1 or len(sequence_ids_BS[:, 0].unique()) == 2
         outputs[0].register_hook(lambda _: passes.append("backward"))
 
     run.learner.bare_scorer.register_forward_hook(watched)
@@ -108,6 +110,7 @@ def test_it_takes_the_longest_prompts_and_completions_of_full_length(
         run.close()
     ((prompts, sampling),) = rollouts
     assert [len(prompt) for prompt in prompts[::4]] == lengths[:6] and len(prompts) == 24
+    assert len({prompt[0] for prompt in prompts}) == 2
     assert sampling == run.sampler.sampling and sampling.max_completion_length == 12
     # Prompts of 14 tokens: four completions of one group and two of the next make 2 * 14 + 6 * 12.
     assert L == 14 and passes == [100, "backward", 100, "backward"]
