@@ -3,8 +3,9 @@
     python benchmarks/step_bound.py --run runs/smollm2_135m --threads 2
 
 ``--run`` is the output folder of a run of all weights on one rank. A forward pass takes 2 FLOPs per
-weight and token, an update 6. Prompts count once per group. The prefill has no head, the other
-phases have it at completion tokens, and at beta 0 groups of equal rewards are not in the update.
+weight and token, an update 6. Prompts count once per group, and what all prompts begin with once
+per rollout and micro-batch. The prefill has no head, the other phases have it at completion tokens,
+and at beta 0 groups of equal rewards are not in the update.
 Attention, norms, draws and the optimizer are not counted. Products have the mean number of rows of
 their phase (at most 512 are measured), and run through all layers, so weights come from memory.
 """
@@ -21,8 +22,10 @@ import torch
 from torch.nn.functional import linear
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from grpo.attention.layout import MIN_SHARED
 from grpo.config import load_config
-from grpo.model import resolve_model
+from grpo.data import load_rows, make_problems
+from grpo.model import load_tokenizer, resolve_model
 from grpo.telemetry.records import read_lines
 
 
@@ -53,12 +56,27 @@ def main() -> None:
     # num_tokens is of all steps, and counts a prompt for each of its completions.
     tokens = lines[-1]["num_tokens"] / len(lines)
     completion_tokens = rows * means["completions/mean_length"]
-    prompt_tokens = (tokens - completion_tokens) / rows * groups
-    is_skipping = config.algorithm.skips_zero_advantage
-    updated = 1 - means["frac_reward_zero_std"] if is_skipping else 1.0
-    updated_tokens = updated * (prompt_tokens + completion_tokens)
+    prompt_length = (tokens - completion_tokens) / rows
 
     path = resolve_model(config.model.name_or_path, config.data.dataset)
+    data_rows = load_rows(config.data, train=True, seed=config.seed)
+    problems = make_problems(data_rows, config.data, load_tokenizer(path)).problems
+    shared = 0
+    for of_prompts in zip(*(problem.prompt_ids for problem in problems), strict=False):
+        if len(set(of_prompts)) > 1:
+            break
+        shared += 1
+    shared = shared if shared >= MIN_SHARED else 0
+    own_length = prompt_length - shared
+    prompt_tokens = shared + groups * own_length
+
+    is_skipping = config.algorithm.skips_zero_advantage
+    updated = 1 - means["frac_reward_zero_std"] if is_skipping else 1.0
+    updated_tokens = updated * (groups * own_length + completion_tokens)
+    # Each micro-batch computes what its prompts begin with.
+    update_rows = min(updated_tokens + shared, config.optim.tokens_per_microbatch)
+    updated_tokens += shared * updated_tokens / update_rows
+
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
     head = model.get_output_embeddings().weight
@@ -71,7 +89,6 @@ def main() -> None:
     decode_flops = 2 * (completion_tokens - rows) * size + 2 * completion_tokens * head_size
     decode_rows = completion_tokens / means["completions/max_length"]
     update_flops *= config.algorithm.num_iterations
-    update_rows = min(updated_tokens, config.optim.tokens_per_microbatch)
     phases = [
         # phase, its time in a run, FLOPs, rows of a product, weights
         ("prefill", "rollout", 2 * prompt_tokens * size, prompt_tokens, body),
