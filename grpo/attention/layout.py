@@ -43,8 +43,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 MIN_SHARED = 16
-"""Number of tokens with which all prompts must begin to be in the row once. Fewer save less than the
-copies for their attention cost."""
+"""Number of tokens with which all prompts must begin to be in the row once. With fewer tokens, which
+a chat template alone may write, there is little to save. The number was chosen, not measured."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,13 @@ def pack(
     index_BS = torch.arange(B * S).view(B, S)
     U = len(prompt_lengths)
     own_lengths = [length - q for length in prompt_lengths]
-    tiles = [_make_tile(own_lengths, range(U), device, q)]
+    prompts_tile = _make_tile(
+        own_lengths,
+        range(U),
+        device,
+        num_shared=q,
+    )
+    tiles = [prompts_tile]
     sizes = [q + sum(own_lengths)]
     sources = [index_BS[prompt_rows[0], :q]]
     for b in prompt_rows:
@@ -241,9 +247,12 @@ def _num_shared(ids_US: Tensor, shortest: int) -> int:
     """
     if len(ids_US) == 1:
         return 0
-    is_equal_S = (ids_US == ids_US[0]).all(dim=0)
-    num_equal = int(is_equal_S[: shortest - 1].cumprod(dim=0).sum())
-    return num_equal if num_equal >= MIN_SHARED else 0
+    is_equal_US = ids_US == ids_US[0]
+    is_shared_S = is_equal_US.all(dim=0).cumprod(dim=0)
+    num_shared = int(is_shared_S[: shortest - 1].sum())
+    if num_shared < MIN_SHARED:
+        return 0
+    return num_shared
 
 
 def _split_into_tiles(lengths: Sequence[int]) -> list[list[int]]:

@@ -38,7 +38,7 @@ ALONE = {
 
 MAX_ROOMS = 22
 BUDGETS = {
-    "system": 870, "attention": 5730, "algorithm": 7600, "config": 7000, "distributed": 3090, "data": 7860,
+    "system": 870, "attention": 5740, "algorithm": 7600, "config": 7000, "distributed": 3090, "data": 7860,
     "telemetry": 4880, "workers": 5020, "rewards": 9400, "model": 4600, "rollout": 8840, "vllm": 4390, "turns": 7110,
     "evaluation": 2500, "checkpoint": 3000, "run": 11570, "library": 1750, "report": 2650, "commands": 5450,
 }  # fmt: skip
