@@ -116,14 +116,16 @@ def draw_by_minute(axes, runs: list[dict], metric: str) -> None:
             "color": colors[trainer],
             "linestyle": "--" if trainer == "ours" and settings else "-",
         }
+        points_of_runs = [entry["points"] for entry in runs if entry["side"] == side]
         minutes = []
         values = []
-        for entry in runs:
-            if entry["side"] == side:
-                minutes.append([point["seconds"] / 60 for point in entry["points"]])
-                values.append([100 * point[metric] for point in entry["points"]])
-                axes.plot(minutes[-1], values[-1], linewidth=0.7, alpha=0.35, **style)
-        # Every seed was evaluated after the same steps, each a little earlier or later.
+        # The mean is over the seeds, so it stands at the steps that all seeds were evaluated after.
+        common = set.intersection(*({p["step"] for p in points} for points in points_of_runs))
+        for points in points_of_runs:
+            points = [point for point in points if point["step"] in common]
+            minutes.append([point["seconds"] / 60 for point in points])
+            values.append([100 * point[metric] for point in points])
+            axes.plot(minutes[-1], values[-1], linewidth=0.7, alpha=0.35, **style)
         axes.plot(
             numpy.mean(minutes, axis=0),
             numpy.mean(values, axis=0),
