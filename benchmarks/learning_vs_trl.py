@@ -17,8 +17,8 @@ steps_per_generation 1, shuffle_dataset False, adamw_torch (fused). The same cod
 the same held-out problems: 4 samples each at temperature 1, and greedily.
 
 With --config all of these come from that file, also device, threads (runtime.threads_per_rank; 1
-for TRL if it is not set) and precision. Two more tables follow: the accuracy by minute, and
-accuracies with their 95% intervals, rewards, lengths, seconds and memory. A setting that TRL lacks
+for TRL if it is not set) and precision. Three more tables follow: the accuracy by minute, the
+reward by step, and accuracies with their 95% intervals, rewards, lengths, seconds and memory. A setting that TRL lacks
 (several updates per rollout, a stop string, ...) stops the script with its name. Results go to the
 folder of --runs, or to --output, a path without suffix.
 
@@ -174,6 +174,21 @@ def table_by_minute(runs: list[dict], config: Config) -> str:
     return markdown(["minutes of training", *map(label, sides)], rows)
 
 
+def table_of_rewards(runs: list[dict]) -> str:
+    """Markdown: the mean reward of five steps each, mean and range over seeds."""
+    sides = runs_of_sides(runs)
+    rows = []
+    for start in range(0, runs[0]["steps"], 5):
+        cells = []
+        for found in sides.values():
+            means = []
+            for entry in found:
+                means.append(statistics.mean(entry["reward_by_step"][start : start + 5]))
+            cells.append(mean_and_range(means, 3))
+        rows.append([f"{start + 1} to {start + 5}", *cells])
+    return markdown(["reward, steps", *map(label, sides)], rows)
+
+
 def metric_at(point_number: int, metric: str, factor: float) -> Callable[[dict], float]:
     """A function of a run: a metric of one of its evaluations."""
     return lambda entry: factor * entry["points"][point_number][metric]
@@ -291,7 +306,9 @@ def main() -> None:
     if runs := stored():
         text = table(runs, config)
         if is_own:
-            text += f"\n{table_by_minute(runs, config)}\n{table_of_figures(runs, config)}"
+            text += f"\n{table_by_minute(runs, config)}"
+            text += f"\n{table_of_rewards(runs)}"
+            text += f"\n{table_of_figures(runs, config)}"
         output.with_suffix(".md").write_text(text)
         print(text)
 
