@@ -130,23 +130,21 @@ def read_runs(path: Path) -> list[dict]:
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists():
         return []
-    with path.open() as file:
-        fcntl.flock(file, fcntl.LOCK_SH)
-        return json.loads(file.read() or "[]")
+    return json.loads(path.read_text())
 
 
 def write_runs(path: Path, runs: list[dict]) -> None:
-    """One line per run."""
-    path.write_text("[\n" + ",\n".join(map(json.dumps, runs)) + "\n]\n")
+    """One line per run. The file is replaced at once, so a kill loses no run."""
+    written = path.with_suffix(".writing")
+    written.write_text("[\n" + ",\n".join(map(json.dumps, runs)) + "\n]\n")
+    written.replace(path)
 
 
 def add_run(path: Path, entry: dict) -> None:
     """Add a run to a file to which other processes may add runs meanwhile."""
-    with path.open("a+") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        file.seek(0)
-        runs = json.loads(file.read() or "[]")
-        write_runs(path, [*runs, entry])
+    with path.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        write_runs(path, [*read_runs(path), entry])
 
 
 def reset_peak_rss() -> None:

@@ -13,22 +13,23 @@ completions a step, 64 tokens, temperature 1, rewards accuracy + 0.5 format, cli
 rewards scaled by the group's std, loss averaged over responses, AdamW 2e-4 falling linearly to 0,
 gradient norm 1, fp32, one CPU thread. Settings that differ from TRL's defaults (in brackets):
 loss_type grpo (dapo), bf16 False (True where supported), gradient_checkpointing False (True),
-steps_per_generation 1, shuffle_dataset False, adamw_torch (fused). The same code evaluates both on
-the same held-out problems: 4 samples each at temperature 1, and greedily.
+steps_per_generation 1, shuffle_dataset False. The same code evaluates both on the same held-out
+problems: 4 samples each at temperature 1, and greedily.
 
-With --config all of these come from that file, also device, threads (runtime.threads_per_rank; 1
-for TRL if it is not set) and precision. Three more tables follow: the accuracy by minute, the
+With --config all of these come from that file, also device, precision and
+runtime.threads_per_rank, which both sides need. Three more tables follow: the accuracy by minute, the
 reward by step, and accuracies with their 95% intervals, rewards, lengths, seconds and memory. A setting that TRL lacks
 (several updates per rollout, a stop string, ...) stops the script with its name. Results go to the
 folder of --runs, or to --output, a path without suffix.
 
 A side of --sides is ``ours`` with further settings, or ``trl`` with the rows of a micro-batch and
 perhaps ``+checkpointing``; by default a micro-batch has all rows of a step. Runs that are stored
-already are left out. Several of these commands may run at once, with other sides or seeds, for
+already are left out. They are known by these words, not by what is in the file of --config: after a
+change of it, name another --output. Several of these commands may run at once, with other sides or seeds, for
 example each on a core of its own.
 
 Seconds are those of the steps, without evaluations, logs and checkpoints. The peak of memory leaves
-out evaluations and checkpoints.
+out evaluations and checkpoints, and of our side the process that computes rewards.
 """
 
 import argparse
@@ -280,6 +281,8 @@ def main() -> None:
         os.chdir(ROOT)
         options.settings = ["--config", options.config, *options.overrides]
     config = load_config(options.settings)
+    if config.runtime.threads_per_rank is None:
+        p.error("runtime.threads_per_rank is not set: our side would take all cores, TRL's one")
     steps = config.optim.max_steps
     is_own = options.config is not None or bool(options.overrides)
     name = options.output or RESULTS / "learning_vs_trl"

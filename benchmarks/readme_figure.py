@@ -198,6 +198,8 @@ def main() -> None:
         with pyplot.rc_context(style_of(text)):
             if options.learning:
                 runs = read_runs(Path(options.learning))
+                if len({str(entry.get("settings")) for entry in runs}) > 1:
+                    raise SystemExit(f"{options.learning}: runs of several settings")
                 path = options.folder / f"real_model_{scheme}.svg"
                 draw_real_model(runs, options.metric, path)
             else:

@@ -45,6 +45,19 @@ PASSED_ON = {
     "algorithm.advantage_eps",
 }
 """Keys that TRL gets below, or that change no result. TRL's ``advantage_eps`` is 1e-4."""
+NOT_PASSED_ON = {
+    "model.reference",
+    "model.adapter",
+    "model.chat_template",
+    "model.disable_dropout",
+    "lora.rank",
+    "data.prompt_template",
+    "tools",
+    "environment",
+    "rollout.stop",
+    "optim.min_lr",
+}
+"""Further keys that TRL does not get."""
 
 
 def check_settings(config) -> None:
@@ -52,9 +65,7 @@ def check_settings(config) -> None:
     its default."""
     default = type(config)()
     others = {f"algorithm.{key}" for key in type(config.algorithm).model_fields} - PASSED_ON
-    for key in sorted(
-        others | {"model.reference", "data.prompt_template", "rollout.stop", "optim.min_lr"}
-    ):
+    for key in sorted(others | NOT_PASSED_ON):
         value = attrgetter(key)(config)
         expected = attrgetter(key)(default)
         if value != expected:
@@ -135,7 +146,7 @@ class Evaluate(TrainerCallback):
 def main() -> None:
     output, every, microbatches, *arguments = sys.argv[1:]
     config = load_config(arguments)
-    torch.set_num_threads(config.runtime.threads_per_rank or 1)
+    torch.set_num_threads(config.runtime.threads_per_rank)
     use_cpu = config.runtime.device == "cpu" or not torch.cuda.is_available()
     device = torch.device("cpu" if use_cpu else "cuda")
     path = resolve_model(config.model.name_or_path, config.data.dataset)
@@ -165,7 +176,9 @@ def main() -> None:
         load_rows(config.data, train=False, seed=config.seed), config.data, tokenizer
     ).problems
     callback = Evaluate(config, tokenizer, held_out[: config.eval.max_samples], int(every), device)
-    warmup = round(o.max_steps * o.warmup_steps) if o.warmup_steps < 1 else int(o.warmup_steps)
+    scheduler = o.lr_scheduler_type
+    if scheduler == "constant" and o.warmup_steps:
+        scheduler = "constant_with_warmup"  # as ours
     trl_microbatches = microbatches_of_trl(microbatches, r.prompts_per_step * r.num_generations)
     with tempfile.TemporaryDirectory() as folder:
         trainer = trl_trainer(
@@ -208,10 +221,10 @@ def main() -> None:
             ref_model_sync_steps=a.ref_sync_steps or 1,
             ref_model_mixup_alpha=a.ref_sync_alpha,
             reward_weights=[f.weight for f in config.reward.functions],
-            optim="adamw_torch",
+            optim="adamw_torch_fused",
             learning_rate=o.learning_rate,
-            lr_scheduler_type=o.lr_scheduler_type,
-            warmup_steps=warmup,
+            lr_scheduler_type=scheduler,
+            warmup_steps=o.warmup_steps,
             weight_decay=o.weight_decay,
             adam_beta1=o.betas[0],
             adam_beta2=o.betas[1],

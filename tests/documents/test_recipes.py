@@ -4,12 +4,13 @@ of each file."""
 import hashlib
 import json
 import math
+import re
 from datetime import date
 
 import pytest
 from conftest import ROOT, run_trainer
 
-from examples import dates
+from examples import calculations, dates
 from grpo.config import Config, load_config
 from grpo.data import load_rows, make_problems
 from grpo.model import load_tokenizer
@@ -251,6 +252,23 @@ def test_rows_of_dates(tmp_path, monkeypatch):
     # The example in the prompt gives no answer away.
     (example,) = config_of("smollm2_135m").data.few_shot
     assert date.fromisoformat(example["completion"]) not in days["eval"]
+
+
+def test_rows_of_calculations(tmp_path, monkeypatch):
+    """As the example writes them; no pair of numbers of the evaluation is in the training."""
+    monkeypatch.setattr(calculations, "CONFIGS", tmp_path)
+    calculations.main()
+    pairs = {}
+    for split in ("train", "eval"):
+        name = f"smollm2_135m_calculator_{split}.jsonl"
+        text = (ROOT / "configs" / name).read_text()
+        assert text == (tmp_path / name).read_text()
+        pairs[split] = set()
+        for row in map(json.loads, text.splitlines()):
+            left, right = map(int, re.findall(r"\d+", row["question"]))
+            assert int(row["answer"]) in (left + right, left * right)
+            pairs[split].add((min(left, right), max(left, right)))
+    assert not pairs["train"] & pairs["eval"]
 
 
 # --- two steps of every file
