@@ -16,17 +16,17 @@ loss_type grpo (dapo), bf16 False (True where supported), gradient_checkpointing
 steps_per_generation 1, shuffle_dataset False. The same code evaluates both on the same held-out
 problems: 4 samples each at temperature 1, and greedily.
 
-With --config all of these come from that file, also device, precision and
-runtime.threads_per_rank, which both sides need. Three more tables follow: the accuracy by minute, the
-reward by step, and accuracies with their 95% intervals, rewards, lengths, seconds and memory. A setting that TRL lacks
+With --config all of these come from that file, also device, precision and runtime.threads_per_rank,
+which both sides need. Three more tables follow: the accuracy by minute, the reward by step, and
+accuracies with their 95% intervals, rewards, lengths, seconds and memory. A setting that TRL lacks
 (several updates per rollout, a stop string, ...) stops the script with its name. Results go to the
 folder of --runs, or to --output, a path without suffix.
 
 A side of --sides is ``ours`` with further settings, or ``trl`` with the rows of a micro-batch and
 perhaps ``+checkpointing``; by default a micro-batch has all rows of a step. Runs that are stored
 already are left out. They are known by these words, not by what is in the file of --config: after a
-change of it, name another --output. Several of these commands may run at once, with other sides or seeds, for
-example each on a core of its own.
+change of it, name another --output. Several of these commands may run at once, with other sides or
+seeds, for example each on a core of its own.
 
 Seconds are those of the steps, without evaluations, logs and checkpoints. The peak of memory leaves
 out evaluations and checkpoints, and of our side the process that computes rewards.

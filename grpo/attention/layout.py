@@ -43,8 +43,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 MIN_SHARED = 16
-"""Number of tokens with which all prompts must begin to be in the row once. With fewer tokens, which
-a chat template alone may write, there is little to save. The number was chosen, not measured."""
+"""Number of tokens with which all prompts must begin to be in the row once. With fewer tokens,
+which a chat template alone may write, there is little to save. Chosen, not measured."""
 
 
 @dataclass(frozen=True)
