@@ -11,6 +11,7 @@ their phase (at most 512 are measured), and run through all layers, so weights c
 """
 
 import time
+from math import ceil
 from pathlib import Path
 from statistics import mean
 
@@ -72,10 +73,12 @@ def main() -> None:
 
     is_skipping = config.algorithm.skips_zero_advantage
     updated = 1 - means["frac_reward_zero_std"] if is_skipping else 1.0
-    updated_tokens = updated * (groups * own_length + completion_tokens)
-    # Each micro-batch computes what its prompts begin with.
-    update_rows = min(updated_tokens + shared, config.optim.tokens_per_microbatch)
-    updated_tokens += shared * updated_tokens / update_rows
+    # Micro-batches are cut by tokens in which a prompt counts once per group. Each computes what
+    # its prompts begin with.
+    counted_tokens = updated * (groups * prompt_length + completion_tokens)
+    microbatches = max(ceil(counted_tokens / config.optim.tokens_per_microbatch), 1)
+    updated_tokens = counted_tokens - (updated * groups - microbatches) * shared
+    update_rows = updated_tokens / microbatches
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))

@@ -450,7 +450,8 @@ def microbatch_rows(batch: Batch, max_tokens: int, *, packed: bool = False) -> l
         batch: the rows to divide. If ``is_computed_B`` is set, rows that are False there are left
             out.
         max_tokens: limit on the tokens that one forward pass computes. A longer row is alone in its
-            micro-batch.
+            micro-batch. Tokens with which all prompts begin count once per group, although a packed
+            row has them once.
         packed: True if each prompt is computed once per group, without padding. Otherwise a prompt
             is computed once per row, and padding tokens count.
     """

@@ -249,7 +249,7 @@ def _num_shared(ids_US: Tensor, shortest: int) -> int:
         return 0
     is_equal_US = ids_US == ids_US[0]
     is_shared_S = is_equal_US.all(dim=0).cumprod(dim=0)
-    num_shared = int(is_shared_S[: shortest - 1].sum())
+    num_shared = int(is_shared_S[: max(shortest - 1, 0)].sum())
     if num_shared < MIN_SHARED:
         return 0
     return num_shared

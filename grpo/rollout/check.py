@@ -26,8 +26,9 @@ COMPLETION_LENGTH = 6
 FP32_BOUND = 1e-4
 """Bound for :func:`is_close` in fp32. It allows for sums that are added up in another order."""
 ROUNDING_FACTOR = 4
-"""The bound of a model with more rounding is this factor times its rounding. Fast ways of computing
-differ in every matrix product, and the rounding is measured with one other way."""
+"""The bound for the fast ways of a model with more rounding is this factor times its rounding, and
+at most the bound for the slow ways. Fast ways of computing differ in every matrix product, and the
+rounding is measured with one other way."""
 
 
 def check_model(

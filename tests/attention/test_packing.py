@@ -53,7 +53,9 @@ def scored(scorer, *batch):
 
 
 @pytest.mark.parametrize("name", CAN)
-@pytest.mark.parametrize(("recompute", "num_shared"), [(False, 0), (True, 0), (False, 20)])
+@pytest.mark.parametrize(
+    ("recompute", "num_shared"), [(False, 0), (True, 0), (False, 20), (True, 20)]
+)
 def test_packed_equals_padded(name, recompute, num_shared):
     model = build(*CAN[name])
     if recompute:

@@ -232,16 +232,20 @@ def test_code_prompt_and_reward(tmp_path, assets):
         assert rewards_of(c, [row["code"]], **row) == [1.0], row["text"]
 
 
+def stored_rows(name: str, written) -> list[dict]:
+    """The rows of a file of ``configs/``, which are those that its example has written."""
+    text = (ROOT / "configs" / name).read_text()
+    assert text == (written / name).read_text()
+    return [json.loads(line) for line in text.splitlines()]
+
+
 def test_rows_of_dates(tmp_path, monkeypatch):
     """As the example writes them; the evaluation has other sentences and other dates."""
     monkeypatch.setattr(dates, "CONFIGS", tmp_path)
     dates.main()
     days = {}
     for split in ("train", "eval"):
-        name = f"smollm2_135m_{split}.jsonl"
-        text = (ROOT / "configs" / name).read_text()
-        assert text == (tmp_path / name).read_text()
-        rows = [json.loads(line) for line in text.splitlines()]
+        rows = stored_rows(f"smollm2_135m_{split}.jsonl", tmp_path)
         days[split] = [date.fromisoformat(row["answer"]) for row in rows]
         for row, day in zip(rows, days[split], strict=True):
             written = [text for text in dates.notations(day) if text in row["sentence"]]
@@ -260,11 +264,8 @@ def test_rows_of_calculations(tmp_path, monkeypatch):
     calculations.main()
     pairs = {}
     for split in ("train", "eval"):
-        name = f"smollm2_135m_calculator_{split}.jsonl"
-        text = (ROOT / "configs" / name).read_text()
-        assert text == (tmp_path / name).read_text()
         pairs[split] = set()
-        for row in map(json.loads, text.splitlines()):
+        for row in stored_rows(f"smollm2_135m_calculator_{split}.jsonl", tmp_path):
             left, right = map(int, re.findall(r"\d+", row["question"]))
             assert int(row["answer"]) in (left + right, left * right)
             pairs[split].add((min(left, right), max(left, right)))
