@@ -15,12 +15,14 @@ from grpo.vllm.engine import VLLMEngine
 
 
 class ForcedLengths(VLLMEngine):
-    """Completion g of problem u ends at ``lengths_UG[u, g]`` and nowhere else."""
+    """Completion g of problem u ends at ``lengths_UG[u, g]`` and nowhere else. The problems are
+    those of all ``u``, in order."""
 
-    def _body(self, problem, g, sampling, stops, address):
-        body = super()._body(problem, g, sampling, stops, address)
-        length = {"max_tokens": int(self.lengths_UG[problem.index, g]), "stop_token_ids": []}
-        return body | {"sampling_params": body["sampling_params"] | length}
+    def _sample_all(self, bodies, *args):
+        lengths = self.lengths_UG.flatten().tolist()
+        for body, length in zip(bodies, lengths, strict=True):
+            body["sampling_params"] |= {"max_tokens": length, "stop_token_ids": []}
+        return super()._sample_all(bodies, *args)
 
 
 class Served:

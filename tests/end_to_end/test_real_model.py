@@ -7,8 +7,11 @@ import os
 from statistics import fmean
 
 import pytest
-from conftest import run_trainer
+from conftest import load, run_trainer
 from outputs import metrics_of
+
+from grpo.algorithm.logprobs import CompletionScorer
+from grpo.rollout import check_model
 
 MODEL = os.environ.get("GRPO_TEST_REAL_MODEL")
 
@@ -34,3 +37,6 @@ def test_ten_steps_of_a_real_model(tmp_path):
     assert len(rewards) == 10
     assert fmean(rewards[-3:]) > fmean(rewards[:3])
     assert after["eval/greedy_accuracy"] > before["eval/greedy_accuracy"]
+
+    policy = load(tmp_path / "run" / "checkpoint-10")
+    assert check_model(policy, CompletionScorer(policy.model)) is None, "it can be sampled"

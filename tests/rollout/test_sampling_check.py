@@ -178,9 +178,19 @@ def test_an_exception_of_the_models_code_is_the_reason_for_padded_rows():
         assert policy.model.config._attn_implementation == "sdpa"
 
 
+def test_tokens_that_no_text_has_trained_are_no_reason_for_padded_rows():
+    """Reserved tokens stand at the ends of a vocabulary. Here no model can compute them."""
+    policy = policy_of("llama", SIZES | dict(tie_word_embeddings=False))
+    with torch.no_grad():
+        embeddings_VH = policy.model.get_input_embeddings().weight
+        embeddings_VH[1 : V // 4] = torch.nan  # the padding has id 0
+        embeddings_VH[-V // 4 :] = torch.nan
+    assert check(policy) is None
+    assert policy.is_llama
+
+
 def test_a_models_own_rounding_is_no_reason_for_padded_rows():
-    """SmolLM2-135M differs by 3e-4 deviations between equal ways. Here the sharp attention of twelve
-    layers makes as much of the rounding of its products."""
+    """The sharp attention of twelve layers makes 3e-4 deviations of the rounding of its products."""
     sizes = SIZES | dict(hidden_size=256, intermediate_size=256, num_hidden_layers=12)
     policy = policy_of("llama", sizes)
     with torch.no_grad():

@@ -4,6 +4,8 @@ seeds, weights."""
 import contextlib
 import json
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -245,3 +247,14 @@ def test_an_adapter_is_synced_alone(build, model, problems):
         assert differences(policy, groups, 1.0).max() <= 1e-4
         sizes.append({file.name for file in engine.folder.path.rglob("*") if file.is_file()})
     assert sizes == [{"adapter_config.json", "adapter_model.safetensors", "README.md"}] * 2
+
+
+def test_the_benchmark_of_sampling_runs_beside_a_server(build, servers, model):
+    """It asserts that all sides sampled the forced lengths."""
+    build("fp32", load(model))  # starts the server
+    command = [sys.executable, f"{ROOT}/benchmarks/rollout.py", "--model", str(model)]
+    command += ["--server", servers["fp32"].address, "--device", "cpu", "--precision", "fp32"]
+    command += ["--rows", "8", "--prompt", "16", "--max-length", "16"]
+    command += ["--repeats", "1", "--threads", "1"]
+    printed = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    assert "vLLM, server: " in printed
