@@ -212,7 +212,7 @@ def main() -> None:
         print(f"{name}: {statistics.median(values):.0f} tokens/s, ours is {times} times as fast")
     if served:
         result["weight_sync_seconds"] = served.stop()
-        print(f"{served.engine}: weights in {result['weight_sync_seconds']:.2f} s")
+        print(f"vLLM, server: new weights in {result['weight_sync_seconds']:.2f} s")
     write(a.output, result)
 
 

@@ -105,10 +105,10 @@ def check_model(
 def _short_batch(policy: Policy, longest: int) -> Batch:
     """Return a batch of a prompt of ``longest`` tokens and a prompt of one token, each with a
     completion of 2 tokens and a completion of 6 tokens."""
-    # Tokens differ as far as the vocabulary allows: equal tokens would hide a wrong mask. They begin
+    # Tokens differ as far as the vocabulary allows: equal ones would hide a wrong mask. They begin
     # in the middle of the vocabulary, since tokens at its ends are often reserved, and no text has
     # trained them. A model may answer such tokens with huge activations, and rounding grows with
-    # these: in a trained SmolLM2-135M to 2e-3 deviations, where ordinary tokens have 1e-5.
+    # them: in a trained SmolLM2-135M to 2e-3 deviations, where ordinary tokens have 1e-5.
     vocabulary = len(policy.model.get_input_embeddings().weight)
     first = vocabulary // 2
     ids = tuple(n % vocabulary for n in range(first, first + longest + 8))
