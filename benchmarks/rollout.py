@@ -18,6 +18,7 @@ computes.
 
 import statistics
 import time
+from pathlib import Path
 from unittest.mock import patch
 
 from common import about, in_turn, parser, ratios, shown, write
@@ -170,6 +171,8 @@ def main() -> None:
         output=None,
     ).parse_args()
     torch.set_num_threads(a.threads)
+    if a.model:
+        a.shape = Path(a.model).name  # for the file of results
     device = torch.device(a.device)
     policy = load(a, device)
     rng = torch.Generator().manual_seed(0)
