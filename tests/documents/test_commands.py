@@ -94,6 +94,8 @@ def cut(command: str) -> str:
     for old, new in {
         ".venv/bin/": f"{Path(sys.executable).parent}/",
         "checkpoint-150": "checkpoint-1",
+        "checkpoint-30": "checkpoint-1",
+        "--model runs/sft": "--model FOLDER",  # written by Python code of the page
         "--nproc_per_node=8": "--nproc_per_node=2",
         "NPROC_PER_NODE=8": "NPROC_PER_NODE=1",
         "$GRPO_TEST_ASSETS/data/gsm8k/test.jsonl": "train.jsonl",
