@@ -25,12 +25,7 @@ import grpo  # noqa: F401  # isort: skip  # before torch, for which it sets envi
 
 from torch import Tensor
 
-from grpo.algorithm.advantages import (
-    call_user_advantages,
-    group_advantages,
-    normalize_then_sum,
-    weighted_sum,
-)
+from grpo.algorithm.advantages import group_advantages, normalize_then_sum, weighted_sum
 from grpo.algorithm.batch import Batch, collate, minibatches, skip_zero_advantage
 from grpo.algorithm.loss import loss_denominator, policy_loss
 from grpo.config import load_config
@@ -41,9 +36,10 @@ from grpo.run.metrics import record_microbatch
 from grpo.run.optimizer import apply_update, sync_reference_if_due
 from grpo.run.passes import batch_logprobs, rank_microbatches, top_entropy_mask
 from grpo.run.prepare import prepare
-from grpo.run.records import Learner, Run, Step
+from grpo.run.records import Learner, Rollout, Run, Step
 from grpo.run.rollouts import replace_equal_groups, sample_and_score
 from grpo.run.steps import remaining_steps
+from grpo.run.user_functions import own_advantages
 from grpo.system import ignore_broken_pipes
 from grpo.telemetry.terminal import exit_with_user_error
 
@@ -65,7 +61,8 @@ def train(run: Run) -> None:
         # A group is on one rank. Rewards are gathered for scale="batch", GDPO and the metrics.
         all_values_PGF = world.gather_rows(rollout.values_PGF)
         all_rewards_PG = weighted_sum(all_values_PGF, run.tasks.rewards.weights)
-        advantages_PG = world.local_rows(compute_advantages(run, all_values_PGF, all_rewards_PG))
+        all_advantages_PG = compute_advantages(run, step, rollout, all_values_PGF, all_rewards_PG)
+        advantages_PG = world.local_rows(all_advantages_PG)
         batch = collate(
             rollout.groups,
             advantages_PG,
@@ -88,11 +85,13 @@ def train(run: Run) -> None:
         sync_reference_if_due(learner, num_steps=step.number + 1)
 
 
-def compute_advantages(run: Run, all_values_PGF: Tensor, all_rewards_PG: Tensor) -> Tensor:
+def compute_advantages(
+    run: Run, step: Step, rollout: Rollout, all_values_PGF: Tensor, all_rewards_PG: Tensor
+) -> Tensor:
     """Advantages ``[P, G]`` of all ranks. A reward is NaN if the completion has no score."""
     algorithm = run.config.algorithm
     if run.learner.user_advantages is not None:
-        return call_user_advantages(run.learner.user_advantages, all_rewards_PG, all_values_PGF)
+        return own_advantages(run, step, rollout.groups, all_rewards_PG, all_values_PGF)
     if algorithm.multi_objective_aggregation == "normalize_then_sum":  # GDPO
         weights = run.tasks.rewards.weights
         return normalize_then_sum(all_values_PGF, weights, eps=algorithm.advantage_eps)

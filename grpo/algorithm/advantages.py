@@ -8,7 +8,8 @@ A suffix of ``1`` is an axis of size 1, which broadcasts. All functions are pure
 least in fp32.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,13 +21,17 @@ from grpo.algorithm.choices import (
     check_choice,
     check_returned,
 )
+from grpo.algorithm.own import call_own, own_metrics
 
-UserAdvantages = Callable[[Tensor, Tensor], Tensor]
-"""A user's function ``fn(rewards_PG, values_PGF) -> advantages_PG``.
+UserAdvantages = Callable[..., Tensor | tuple[Tensor, Mapping[str, Any]]]
+"""A user's function ``fn(rewards_PG, values_PGF) -> advantages_PG``, or ``(advantages_PG,
+metrics)``.
 
 ``rewards_PG`` has the total reward of each completion, ``values_PGF`` the value of each of F reward
-functions. Both are in fp32, hold the groups of all ranks, and are NaN where there is no score.
-Every rank calls the function with the same arguments, and must get the same result."""
+functions. Both are in fp32, hold the groups of all ranks, and are NaN where there is no score. A
+function that names them also gets ``lengths_PG``, the number of tokens that the model sampled, and
+the columns of the rows, each as a list of P values. Every rank calls the function with the same
+arguments, and must get the same result."""
 
 GDPO_ROUNDING_ERROR = 1e-5
 """Bound on the rounding error of a term in :func:`normalize_then_sum`, relative to the term."""
@@ -208,15 +213,22 @@ def normalize_then_sum(
 
 
 def call_user_advantages(
-    function: UserAdvantages, rewards_PG: Tensor, values_PGF: Tensor
-) -> Tensor:
-    """Return the advantages ``[P, G]`` of a user's function in fp32, 0 where the reward is NaN.
+    function: UserAdvantages,
+    rewards_PG: Tensor,
+    values_PGF: Tensor,
+    by_name: Mapping[str, Any] | None = None,
+) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
+    """Return the advantages ``[P, G]`` of a user's function in fp32, 0 where the reward is NaN, and
+    its metrics as name -> (sum, count).
+
+    Args:
+        by_name: what the function gets if it names it.
 
     Raises:
         ValueError: if the function returns another shape, or a number that is not finite.
     """
-    # The function gets copies, because it may change them, and the metrics report the originals.
-    advantages_PG = function(rewards_PG.clone(), values_PGF.clone())
+    in_order = {"rewards_PG": rewards_PG, "values_PGF": values_PGF}
+    advantages_PG, metrics = call_own(function, in_order, by_name or {})
     check_returned("algorithm.advantages", advantages_PG, rewards_PG.shape)
     advantages_PG = advantages_PG.detach().float()
     advantages_PG = advantages_PG.masked_fill(rewards_PG.isnan(), 0.0)
@@ -224,7 +236,7 @@ def call_user_advantages(
         raise ValueError(
             f"algorithm.advantages must return finite numbers, got {advantages_PG.tolist()}"
         )
-    return advantages_PG
+    return advantages_PG, own_metrics(metrics)
 
 
 def has_equal_rewards(rewards_PG: Tensor) -> Tensor:

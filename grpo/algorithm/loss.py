@@ -29,7 +29,8 @@ the denominator D over the whole optimizer step and all ranks, and then divides 
 micro-batch by D.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -44,17 +45,20 @@ from grpo.algorithm.choices import (
     check_choice,
     check_returned,
 )
+from grpo.algorithm.own import call_own, own_metrics
 
 Bounds = tuple[float, float]
 """Smallest and largest importance ratio that is not clipped. With ``dppo_tv``: smallest and largest
 change of a token's probability."""
 
-UserObjective = Callable[[Tensor, Tensor, Tensor, Tensor, Bounds], Tensor]
+UserObjective = Callable[..., Tensor | tuple[Tensor, Mapping[str, Any]]]
 """A user's function ``fn(logprobs_BT, ratio_BT, A_B1, mask_BT, bounds) -> loss_BT``.
 
-It returns the loss of each token. Log-probs and importance ratios have a gradient. Outside of the
-mask, log-probs are 0, ratios are 1, and the returned loss counts as 0. ``bounds`` are
-``(1 - epsilon, 1 + epsilon_high)``."""
+It returns the loss of each token, or ``(loss_BT, metrics)``. Log-probs and importance ratios have a
+gradient. Outside of the mask, log-probs are 0, ratios are 1, and the returned loss counts as 0.
+``bounds`` are ``(1 - epsilon, 1 + epsilon_high)``. A function that names them also gets
+``old_logprobs_BT``, ``ref_logprobs_BT``, ``sampling_logprobs_BT``, and ``lengths_B``, the number of
+tokens of the mask in each row. See :func:`grpo.algorithm.own.call_own`."""
 
 MAX_LOG_RATIO = 80.0
 """Largest log-ratio; larger ones are lowered to it. The largest number of fp32 is about exp(88.7),
@@ -206,6 +210,8 @@ def policy_loss(
     mask_BT = mask_BT.bool()
     logprobs_BT = _zero_outside(mask_BT, logprobs_BT)
     old_logprobs_BT = _zero_outside(mask_BT, old_logprobs_BT.detach())
+    if ref_logprobs_BT is not None:
+        ref_logprobs_BT = _zero_outside(mask_BT, ref_logprobs_BT.detach())
     A_B1 = advantages_B.detach().to(logprobs_BT.dtype)[:, None]
     ratio_BT = importance_ratio(logprobs_BT, old_logprobs_BT, mask_BT, importance_level)
 
@@ -223,15 +229,24 @@ def policy_loss(
     is_clipped_BT = is_low_BT | is_high_BT
 
     # L, the policy term of each token.
+    stats = {}
     if callable(objective):
-        # Copies, because the function may change them.
-        policy_BT = objective(
-            logprobs_BT.clone(),
-            ratio_BT.clone(),
-            A_B1.clone(),
-            mask_BT.clone(),
-            bounds,
-        )
+        in_order = {
+            "logprobs_BT": logprobs_BT,
+            "ratio_BT": ratio_BT,
+            "A_B1": A_B1,
+            "mask_BT": mask_BT,
+            "bounds": bounds,
+        }
+        by_name = {
+            "old_logprobs_BT": old_logprobs_BT,
+            "ref_logprobs_BT": ref_logprobs_BT,
+            "lengths_B": mask_BT.sum(dim=1),
+        }
+        if sampling_logprobs_BT is not None:
+            by_name["sampling_logprobs_BT"] = _zero_outside(mask_BT, sampling_logprobs_BT)
+        policy_BT, metrics = call_own(objective, in_order, by_name)
+        stats |= own_metrics(metrics, mask_BT)
         check_returned("the objective", policy_BT, mask_BT.shape)
         # A user's loss can be independent of the log-probs of this micro-batch, and then has no
         # graph: backward() would fail on this rank, and the others would wait for it. Adding 0 * lp
@@ -252,7 +267,6 @@ def policy_loss(
     # _zero_outside of the log-probs, above, removes it from the gradient.
     if policy_mask_BT is not None:
         policy_BT = policy_BT * policy_mask_BT
-    stats = {}
     has_tokens_B1 = mask_BT.any(dim=1, keepdim=True)
     if sampler_correction != "none":
         # [B, T] with one weight per token, [B, 1] with one per completion; so is `is_counted`.
@@ -292,7 +306,6 @@ def policy_loss(
         "clip_ratio/region_mean": is_clipped_BT,
     }
     if ref_logprobs_BT is not None:
-        ref_logprobs_BT = _zero_outside(mask_BT, ref_logprobs_BT.detach())
         kl_BT = kl_estimate(logprobs_BT, ref_logprobs_BT, kl_estimator)
         if unbiased_kl:
             kl_BT = ratio_BT * kl_BT

@@ -20,6 +20,7 @@ TABLE_METRICS = (
     "reward",
     "rewards/*/mean",
     "logged/*",
+    "own/*",
     "completions/mean_length",
     "entropy",
     "kl",

@@ -1,5 +1,6 @@
 """Keys that have no effect because of the values of other keys."""
 
+from grpo.config.algorithm import is_user_function
 from grpo.config.compared import flat
 from grpo.config.config import Config
 
@@ -132,7 +133,9 @@ def keys_without_effect(config: Config) -> dict[str, str]:
     ]
     for key, value in flat(config.model_dump(mode="json")).items():
         setting = f"{key}={value}"
-        if setting in NO_EFFECT_WITH:
+        # A loss of the user may ask for the log-probs of the reference at beta 0.
+        is_asked_for = key == "algorithm.beta" and is_user_function(objective)
+        if setting in NO_EFFECT_WITH and not is_asked_for:
             conditions.append((True, f"with {setting}", NO_EFFECT_WITH[setting]))
 
     # Presets and other keys may set keys without effect too. The user is told only of keys that the

@@ -68,12 +68,14 @@ def build_models(
     tokenizer: Any,
     max_steps: int,
     start: StartPoint,
+    needs_reference: bool,
     reference_path: str | None = None,
 ) -> Models:
     """Load or restore everything that holds weights. All ranks call it together.
 
     Args:
         path: the folder or Hub id that ``model.name_or_path`` stands for.
+        needs_reference: True if the loss needs the log-probs of a reference.
         reference_path: the folder or Hub id that ``model.reference`` stands for. Default: the
             reference is the model that training starts from.
 
@@ -103,7 +105,7 @@ def build_models(
             return load(str(start.checkpoint or path))
         # A checkpoint of LoRA holds the adapter alone.
         policy = load(path)
-        _make_adapter(config, policy, path, start.checkpoint)
+        _make_adapter(config, policy, path, start.checkpoint, needs_reference)
         if config.lora.base_precision == "bf16":
             store_frozen_in_bf16(policy)
         return policy
@@ -136,7 +138,7 @@ def build_models(
             ),
         )
 
-    # The policy, and the reference if there is a KL term.
+    # The policy, and the reference if the loss needs it.
     ref_scorer = None
     with fail_together():
         policy, scorer, sampling_model = make(load_trained)
@@ -146,7 +148,7 @@ def build_models(
             policy.unused_by_text = freeze_unused_by_text(
                 policy.model, policy.score_one_token(scorer)
             )
-        if algorithm.beta > 0:
+        if needs_reference:
             if config.uses_lora and reference_path is None:
                 # The frozen base is in memory already: the reference costs an adapter, or nothing.
                 ref_scorer = lora.AdapterReference(policy, scorer)
@@ -186,7 +188,13 @@ def build_models(
     )
 
 
-def _make_adapter(config: Config, policy: Policy, path: str, folder: Path | None) -> None:
+def _make_adapter(
+    config: Config,
+    policy: Policy,
+    path: str,
+    folder: Path | None,
+    needs_reference: bool,
+) -> None:
     """Put the run's LoRA adapter into the policy's model.
 
     If the reference needs a frozen adapter, the frozen adapter gets the values that training
@@ -218,7 +226,7 @@ def _make_adapter(config: Config, policy: Policy, path: str, folder: Path | None
 
     # A new adapter adds 0, so that the model without it can be the reference. A run that starts
     # from an adapter, or moves the reference, needs a frozen copy.
-    starts_as_reference = algorithm.beta > 0 and config.model.reference is None
+    starts_as_reference = needs_reference and config.model.reference is None
     if starts_as_reference and (start is not None or algorithm.ref_sync_steps > 0):
         lora.add_reference_adapter(policy)
     # Read after the frozen copy is made, which keeps the values that training started from.

@@ -63,7 +63,7 @@ from grpo.run.records import Learner, Log, Run, Sampler, Tasks
 from grpo.run.signals import Signals
 from grpo.run.steps import evaluation_is_due
 from grpo.run.summary import print_summary
-from grpo.run.user_functions import UserFunctions, load_user_functions
+from grpo.run.user_functions import UserFunctions, load_user_functions, try_advantages
 from grpo.run.user_objects import UserObjects
 from grpo.telemetry.records import append_line, environment
 from grpo.telemetry.reporter import Reporter
@@ -134,9 +134,10 @@ def _prepare(
         trust_remote_code=config.model.trust_remote_code,
     )
     reference = None
+    needs_reference = config.algorithm.beta > 0 or inputs.user.needs_reference
     with world.main_first():  # the main rank builds or downloads the models
         path = resolve(config.model.name_or_path)
-        if config.model.reference is not None and config.algorithm.beta > 0:
+        if config.model.reference is not None and needs_reference:
             reference = resolve(config.model.reference)
     start = _find_start(config, world, inputs, path, reference, checkpoint, origin)
     progress = Progress.from_state(start.state)
@@ -169,7 +170,16 @@ def _prepare(
         return None
 
     # Models: from here on a start takes memory and time.
-    models = build_models(config, world, path, tokenizer, max_steps, start, reference)
+    models = build_models(
+        config,
+        world,
+        path,
+        tokenizer,
+        max_steps,
+        start,
+        needs_reference,
+        reference,
+    )
     policy = models.policy
 
     # Output comes only now, so that a mistake above leaves no folder, and moves no earlier run
@@ -293,6 +303,7 @@ def _read_inputs(
     train = load(train=True, table=user_objects.train_rows)
     evaluation = load(train=False, table=user_objects.eval_rows)
     check_enough(len(train.prompts), config.rollout.prompts_per_step)
+    try_advantages(config, user, train.columns)
     # A reward that lacks a column, or cannot read an answer, would fail in the first step.
     splits = [train] if evaluation is None else [train, evaluation]
     for rows in splits:

@@ -145,16 +145,11 @@ def add_outcome(
 
     for name, count in zip(result.names, result.failures, strict=True):
         metrics.total(f"rewards/{name}/errors", count)
-    # All ranks must add the same names, and a function may log a metric on some ranks only.
-    logged = set()
+    for name, pair in result.metrics.items():
+        metrics.add(LOGGED_PREFIX + name, *pair)
     first_failures = []
-    rank_facts = (set(result.metrics), failures[:1])
-    for rank_logged, rank_failures in world.gather_objects(rank_facts):
-        logged |= rank_logged
+    for rank_failures in world.gather_objects(failures[:1]):
         first_failures += rank_failures
-    for name in sorted(logged):
-        total, count = result.metrics.get(name, (0.0, 0.0))
-        metrics.add(LOGGED_PREFIX + name, total, count)
     if not is_checked:
         return
 

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,11 +12,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from grpo.algorithm.advantages import UserAdvantages
+from grpo.algorithm.advantages import UserAdvantages, call_user_advantages
+from grpo.algorithm.batch import Group
 from grpo.algorithm.loss import UserObjective, policy_loss
+from grpo.algorithm.own import named_arguments
 from grpo.config import Config
 from grpo.config.algorithm import is_user_function
 from grpo.rewards.functions import describe_error, load_object, source_files
+from grpo.run.records import Run, Step
 
 
 @dataclass(frozen=True)
@@ -26,6 +31,11 @@ class UserFunctions:
     advantages: UserAdvantages | None
     source_files: dict[str, str]
     """Files that define the functions: name of a file for messages -> path of the file."""
+
+    @property
+    def needs_reference(self) -> bool:
+        """True if the loss asks for the log-probs of the reference."""
+        return self.objective is not None and "ref_logprobs_BT" in named_arguments(self.objective)
 
 
 def load_user_functions(config: Config) -> UserFunctions:
@@ -39,20 +49,83 @@ def load_user_functions(config: Config) -> UserFunctions:
     objective = None
     if is_user_function(algorithm.objective):
         objective = _load("algorithm.objective", algorithm.objective, files)
-        try:
+        with _described("algorithm.objective", algorithm.objective, files):
             _try_objective(objective)
-        except Exception as error:  # the user's function may raise anything
-            # The last file defines the function: the message names the line there.
-            file = next(reversed(files.values()), "")
-            raise ValueError(
-                f"algorithm.objective={algorithm.objective}{describe_error(error, file)}"
-            ) from error
 
-    # Advantages are not tried here: their values are checked in each step.
+    # The arguments of advantages include columns of the rows, which are not read yet:
+    # try_advantages().
     advantages = None
     if algorithm.advantages is not None:
         advantages = _load("algorithm.advantages", algorithm.advantages, files)
     return UserFunctions(objective, advantages, files)
+
+
+def try_advantages(config: Config, user: UserFunctions, columns: Sequence[Mapping]) -> None:
+    """Call the user's advantages on two groups of different rewards.
+
+    Args:
+        columns: the columns of at least two rows.
+
+    Raises:
+        ValueError: if the user made a mistake, with a message of one line.
+    """
+    if user.advantages is None:
+        return
+    G = config.rollout.num_generations
+    F = max(len(config.reward.functions), 1)
+    rewards_PG = torch.arange(2.0 * G).view(2, G)
+    values_PGF = rewards_PG[..., None].expand(2, G, F)
+    lengths_PG = torch.arange(1, 2 * G + 1).view(2, G)
+    by_name = _named(user.advantages, lengths_PG, columns[:2])
+    with _described("algorithm.advantages", config.algorithm.advantages, user.source_files):
+        call_user_advantages(user.advantages, rewards_PG, values_PGF, by_name)
+
+
+def own_advantages(
+    run: Run,
+    step: Step,
+    groups: Sequence[Group],
+    rewards_PG: Tensor,
+    values_PGF: Tensor,
+) -> Tensor:
+    """Return the advantages ``[P, G]`` of all ranks by the user's function, and add its metrics.
+
+    Args:
+        groups: completions of this rank.
+        rewards_PG, values_PGF: rewards, and values of the reward functions, of all ranks.
+    """
+    lengths = []
+    for group in groups:
+        lengths.append([len(completion.sampled_ids) for completion in group.completions])
+    lengths_PG = run.world.gather_rows(torch.tensor(lengths))
+    # The ranks' lists are as long as each other. Global row i is on rank i % size.
+    rank_columns = run.world.gather_objects([group.problem.columns for group in groups])
+    columns = [row for rows in zip(*rank_columns, strict=True) for row in rows]
+    function = run.learner.user_advantages
+    advantages_PG, metrics = call_user_advantages(
+        function, rewards_PG, values_PGF, _named(function, lengths_PG, columns)
+    )
+    step.metrics.add_all(metrics)
+    return advantages_PG
+
+
+def _named(function: Callable, lengths_PG: Tensor, columns: Sequence[Mapping]) -> dict[str, Any]:
+    """Return what a user's advantages get if they name it: lengths, and columns as lists."""
+    by_name = {"lengths_PG": lengths_PG}
+    for name in named_arguments(function) & set(columns[0]):
+        by_name[name] = [row[name] for row in columns]
+    return by_name
+
+
+@contextlib.contextmanager
+def _described(key: str, name: str, files: dict[str, str]) -> Iterator[None]:
+    """Turn whatever a user's function raises into a ValueError of one line."""
+    try:
+        yield
+    except Exception as error:  # the user's function may raise anything
+        # The last file defines the function: the message names the line there.
+        file = next(reversed(files.values()), "")
+        raise ValueError(f"{key}={name}{describe_error(error, file)}") from error
 
 
 def _load(key: str, name: str, files: dict[str, str]) -> Any:
@@ -76,6 +149,7 @@ def _try_objective(function: UserObjective) -> None:
     """
     logprobs_BT = torch.tensor([[-1.1, -2.2], [-1.0, 0.0], [0.0, 0.0]], requires_grad=True)
     old_logprobs_BT = torch.tensor([[-1.2, -2.0], [-1.0, 0.0], [0.0, 0.0]])
+    ref_logprobs_BT = torch.tensor([[-1.4, -1.9], [-0.5, 0.0], [0.0, 0.0]])
     advantages_B = torch.tensor([1.0, -1.0, 2.0])
 
     mask_BT = old_logprobs_BT < 0
@@ -87,6 +161,8 @@ def _try_objective(function: UserObjective) -> None:
             pad(old_logprobs_BT[rows], padding),
             advantages_B[rows],
             pad(mask_BT[rows], padding),
+            ref_logprobs_BT=pad(ref_logprobs_BT[rows], padding),
+            sampling_logprobs_BT=pad(old_logprobs_BT[rows], padding),
             objective=function,
         )
         return loss_sum

@@ -84,15 +84,17 @@ class Accumulator:
     def reduce(self, world: World) -> dict[str, float]:
         """Return the metrics over all ranks, by one collective sum and one collective maximum.
 
-        All ranks call it together, and must have added the same names.
+        All ranks call it together. Names of means and totals may be missing on some ranks.
         """
         metrics = {}
-        # Ranks may have added the names in different orders, but the tensors need the same order.
-        names = sorted(self._pairs)
+        # A user's function may return a metric on some ranks only, and the tensors need the same
+        # names in the same order.
+        names = sorted(set().union(*world.gather_objects(set(self._pairs))))
         if names:
             # All pairs are copied to the host as one tensor, since each copy would wait for the
             # device.
-            pairs = [self._pairs[name].to(world.device) for name in names]
+            nothing = torch.zeros(2, dtype=torch.float64)
+            pairs = [self._pairs.get(name, nothing).to(world.device) for name in names]
             sums = world.sum(torch.stack(pairs))
             for name, (total, count) in zip(names, sums.tolist(), strict=True):
                 if name in self._totals:

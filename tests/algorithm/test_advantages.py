@@ -213,7 +213,7 @@ def test_advantages_of_the_user():
     def doubled_in_place(rewards, values):
         return rewards.mul_(2) + values[..., 1]
 
-    advantages_PG = call_user_advantages(doubled_in_place, rewards_PG, values_PGF)
+    advantages_PG, _ = call_user_advantages(doubled_in_place, rewards_PG, values_PGF)
     assert advantages_PG.tolist() == [[2.0, 4.0], [0.0, 4.0]]
     assert rewards_PG[0].tolist() == [1.0, 1.0], "works on a copy"
     for wrong, got in (

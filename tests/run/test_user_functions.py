@@ -9,10 +9,11 @@ from conftest import ROOT, run_trainer, small_run
 from outputs import lines
 from safetensors.torch import load_file
 
+from grpo.algorithm.advantages import call_user_advantages
 from grpo.algorithm.loss import loss_denominator, policy_loss
 from grpo.config import make_config
 from grpo.rewards.functions import load_object
-from grpo.run.user_functions import load_user_functions
+from grpo.run.user_functions import load_user_functions, try_advantages
 
 FILE = """
 import torch
@@ -23,6 +24,15 @@ def clip(logprobs_BT, ratio_BT, A_B1, mask_BT, bounds):
 
 def advantages(rewards_PG, values_PGF):
     return group_advantages(rewards_PG, scale="none")
+
+def clip_and_kl(logprobs_BT, mask_BT, ratio_BT, A_B1, bounds, ref_logprobs_BT):
+    d_BT = ref_logprobs_BT - logprobs_BT
+    kl_BT = d_BT.exp() - d_BT - 1
+    loss_BT = clip(logprobs_BT, ratio_BT, A_B1, mask_BT, bounds) + 0.1 * kl_BT
+    return loss_BT, {"kl": kl_BT}
+
+def typo(logprobs_BT, ratio_BT, A_B1, mask_BT, bounds, ref_logprob_BT):
+    return -ratio_BT * A_B1
 
 def per_row(logprobs_BT, ratio_BT, A_B1, mask_BT, bounds):
     return clip(logprobs_BT, ratio_BT, A_B1, mask_BT, bounds).sum(dim=1)
@@ -66,7 +76,8 @@ constant = 3
         ),
         ("objective", "gradient_of_the_mean", "that of a row depends on the other rows"),
         ("objective", "largest_advantage", "that of a row depends on the other rows"),
-        ("objective", "fails", r"\(line 34\) raised KeyError: 'a'"),
+        ("objective", "typo", "required positional argument: 'ref_logprob_BT'"),
+        ("objective", "fails", r"\(line 43\) raised KeyError: 'a'"),
         ("objective", "missing", "there is no function of that name"),
         ("objective", "constant", "there is no function of that name"),
     ],
@@ -123,9 +134,78 @@ def test_the_example_by_hand():
     ]
 
 
+def test_a_function_gets_what_it_names():
+    """By name in any order, or by position under names of its own; copies; metrics by (sum,
+    count)."""
+    mask_BT = torch.tensor([[True, True], [True, False]])
+    new_BT = torch.tensor([[-1.0, -2.0], [-3.0, math.nan]])
+    ref_BT = torch.tensor([[-1.5, -2.0], [-2.0, math.nan]])
+    sampling_BT = torch.tensor([[-1.1, -2.1], [-3.1, math.nan]])
+    seen = {}
+
+    def by_name(ref_logprobs_BT, sampling_logprobs_BT, old_logprobs_BT, lengths_B, A_B1, ratio_BT):
+        seen.update(ref=ref_logprobs_BT, sampling=sampling_logprobs_BT, lengths=lengths_B)
+        values_B = torch.tensor([4.0, math.nan])
+        return -ratio_BT * A_B1, {"old": old_logprobs_BT.add_(1), "rows": values_B, "number": 7}
+
+    def by_position(logprobs, ratio, A, mask, bounds, lengths_B):
+        return -ratio * A * lengths_B[:, None] / lengths_B[:, None]
+
+    A_B = torch.tensor([1.0, -1.0])
+    options = dict(ref_logprobs_BT=ref_BT, sampling_logprobs_BT=sampling_BT)
+    loss, stats = policy_loss(new_BT, new_BT, A_B, mask_BT, objective=by_name, **options)
+    assert seen["ref"].tolist() == [[-1.5, -2.0], [-2.0, 0.0]]
+    assert seen["sampling"][1, 1] == 0 and seen["lengths"].tolist() == [2, 1]
+    own = {name: (float(s), int(n)) for name, (s, n) in stats.items() if name.startswith("own/")}
+    assert own == {"own/old": (-3.0, 3), "own/rows": (4.0, 1), "own/number": (7.0, 1)}
+    assert loss == policy_loss(new_BT, new_BT, A_B, mask_BT, objective=by_position)[0] == 0
+
+    def advantages(answer, rewards_PG, lengths_PG):
+        return rewards_PG * lengths_PG + torch.tensor(answer)[:, None], {"mean": rewards_PG}
+
+    rewards_PG = torch.tensor([[1.0, math.nan]])
+    lengths_PG = torch.tensor([[3, 4]])
+    found, stats = call_user_advantages(
+        advantages, rewards_PG, rewards_PG[..., None], {"lengths_PG": lengths_PG, "answer": [5]}
+    )
+    assert found.tolist() == [[8.0, 0.0]]
+    assert [float(value) for value in stats["own/mean"]] == [1.0, 1.0]
+
+
+def test_the_example_with_lengths_and_a_reference_by_hand():
+    """Lengths 2 and 6 of equal rewards: the second is 50% above the mean and loses 0.05. Where the
+    policy is above the reference by log 2, k3 is 0.5 - log 0.5 - 1, times 0.1."""
+    short_where_best = load_object(f"{ROOT}/examples/own_kl.py:short_where_best", "advantages", "")
+    rewards_PG = torch.tensor([[1.0, 1.0, math.nan]])
+    advantages_PG, metrics = short_where_best(rewards_PG, torch.tensor([[2, 6, 4]]))
+    torch.testing.assert_close(advantages_PG[0, :2], torch.tensor([0.025, -0.025]))
+    assert metrics["length_of_best"] == 4
+    loss = load_object(f"{ROOT}/examples/own_kl.py:clip_and_asymmetric_kl", "objective", "")
+    new_BT = torch.tensor([[0.8, 0.2]]).log()
+    ref_BT = torch.tensor([[0.4, 0.4]]).log()
+    loss_sum, stats = policy_loss(
+        new_BT, new_BT, torch.ones(1), torch.ones(1, 2), objective=loss, ref_logprobs_BT=ref_BT
+    )
+    kl = [0.5 + math.log(2) - 1, 2 - math.log(2) - 1]
+    assert loss_sum.item() == pytest.approx((-2 + 0.1 * kl[0] + 0.01 * kl[1]) / 2)
+    assert stats["own/kl"][0].item() == pytest.approx(sum(kl), rel=1e-5)
+    assert stats["own/above_reference"][0] == 1
+
+
+def test_advantages_are_tried_on_columns_of_the_rows(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("def mine(rewards_PG, solution):\n    return rewards_PG / len(solution)\n")
+    config = make_config({"algorithm.advantages": f"{file}:mine"})
+    user = load_user_functions(config)
+    try_advantages(config, user, [{"solution": 1}, {"solution": 2}])
+    with pytest.raises(ValueError, match=r"advantages=.*missing 1 required .*'solution'"):
+        try_advantages(config, user, [{"answer": 1}, {"answer": 2}])
+
+
 @pytest.mark.slow
 def test_runs_with_own_functions_are_those_of_the_built_in_ones(tmp_path, random_model):
-    """On two ranks, with two updates a rollout, and continued; a changed file is refused."""
+    """On two ranks, with two updates a rollout, and continued; the KL too, where it is a part of
+    the own loss. A changed file is refused."""
     file = tmp_path / "my_loss.py"
     own = []
     file.write_text(FILE)
@@ -139,12 +219,19 @@ def test_runs_with_own_functions_are_those_of_the_built_in_ones(tmp_path, random
     own = f"algorithm.objective={file}:clip", f"algorithm.advantages={file}:advantages"
     run("built_in", "algorithm.scale=none", ranks=2)
     run("own", *own, ranks=2)
+    with_kl = f"algorithm.objective={file}:clip_and_kl", own[1], "algorithm.beta=0"
+    run("own_kl", *with_kl, ranks=2)
     weights = [
         load_file(tmp_path / f"{name}/checkpoint-5/model.safetensors")
-        for name in ("built_in", "own")
+        for name in ("built_in", "own", "own_kl")
     ]
     for name, tensor in weights[0].items():
-        torch.testing.assert_close(weights[1][name], tensor, rtol=1e-4, atol=1e-5)
+        for other in weights[1:]:
+            torch.testing.assert_close(other[name], tensor, rtol=1e-4, atol=1e-5)
+    for expected, line in zip(
+        lines(tmp_path / "built_in"), lines(tmp_path / "own_kl"), strict=True
+    ):
+        assert line.get("own/kl") == pytest.approx(expected.get("kl"), rel=1e-3, abs=1e-7)
     file.write_text(FILE.replace("torch.max", "torch.maximum"))
     done = run("own", *own, ranks=2, check=False)
     assert (

@@ -1,0 +1,66 @@
+"""Call a user's function for the loss or the advantages: it gets the arguments that it names, and
+may return metrics."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+PREFIX = "own/"
+"""Begins the names of metrics that a user's loss or advantages return."""
+
+
+def named_arguments(function: Callable) -> set[str]:
+    """Return the names of the arguments of a function."""
+    return set(inspect.signature(function).parameters)
+
+
+def call_own(
+    function: Callable,
+    in_order: Mapping[str, Any],
+    by_name: Mapping[str, Any],
+) -> tuple[Any, Mapping[str, Any]]:
+    """Call a user's function with copies of the arguments that it names.
+
+    A function whose first argument has a name of its own gets those of ``in_order`` by position.
+
+    Returns:
+        The value that the function returned, and its metrics: ``{}`` if it returned no tuple
+        ``(value, metrics)``.
+    """
+    # The function may change its arguments. The metrics report the originals.
+    known = {}
+    for name, value in {**in_order, **by_name}.items():
+        known[name] = value.clone() if isinstance(value, Tensor) else value
+
+    parameters = inspect.signature(function).parameters
+    positional = []
+    if next(iter(parameters), None) not in known:
+        positional = [known.pop(name) for name in in_order]
+    keywords = {name: known[name] for name in parameters if name in known}
+    returned = function(*positional, **keywords)
+    if isinstance(returned, tuple):
+        value, metrics = returned
+        return value, metrics
+    return returned, {}
+
+
+def own_metrics(
+    metrics: Mapping[str, Any],
+    mask_BT: Tensor | None = None,
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return the metrics of a user's function as name -> (sum, count).
+
+    A value is a number or a tensor, of which the mean is reported: over the tokens of the mask if
+    it has the shape of the mask, else over all its numbers. NaN is left out.
+    """
+    pairs = {}
+    for name, value in metrics.items():
+        values = torch.as_tensor(value).detach().float()
+        if mask_BT is not None and values.shape == mask_BT.shape:
+            values = values[mask_BT]
+        is_number = ~values.isnan()
+        pairs[PREFIX + name] = (values[is_number].sum(), is_number.sum())
+    return pairs
