@@ -89,7 +89,8 @@ OTHER_NAMES = {
     "vllm serve {model} --OPTION VALUE",
     "vllm_tensor_parallel_size": "rollout.vllm_command has vLLM's options: "
     "vllm serve {model} --OPTION VALUE",
-    "optim": "the optimizer is AdamW; the section optim has its settings",
+    "optim": "optim.name is adamw or adamw8bit (adamw_8bit); "
+    "the section optim has the other settings",
     "fp16": "runtime.precision is bf16 or fp32",
     "use_peft": "lora.rank above 0 trains LoRA adapters; the section lora has the other settings",
     "peft_config": "the section lora has its settings: "

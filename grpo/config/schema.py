@@ -312,6 +312,8 @@ class RolloutConfig(Section):
 
 
 class OptimConfig(Section):
+    name: Literal["adamw", "adamw8bit"] = "adamw"
+    """adamw, or adamw8bit: torchao's, whose two averages take 2 bytes a parameter in place of 8."""
     learning_rate: PositiveFloat = 1e-6
     """Peak learning rate."""
     # AdamW divides the averages by 1 - beta ** update, which would be 0 with a beta of 1.

@@ -15,6 +15,7 @@ from grpo.distributed import full_tensor
 from grpo.model import sync_reference
 from grpo.model.lora import copy_to_reference_adapter
 from grpo.run.records import Learner
+from grpo.system import import_extra
 from grpo.telemetry.accumulator import Accumulator
 
 MAX_SKIPPED_IN_A_ROW = 10
@@ -32,6 +33,8 @@ def make_optimizer(model: nn.Module, settings: OptimConfig) -> torch.optim.Optim
         groups.append({"params": matrices, "weight_decay": settings.weight_decay})
     if vectors:
         groups.append({"params": vectors, "weight_decay": 0.0})
+    if settings.name == "adamw8bit":
+        return _adamw8bit(model)(groups, lr=settings.learning_rate, betas=settings.betas)
     # A fused kernel reads and writes each number once, and needs no temporary memory. On CPU, an
     # update of 135M weights takes 0.12 s in place of 0.70 s (two cores).
     is_fused = all(p.dtype == torch.float32 for p in parameters)
@@ -41,6 +44,22 @@ def make_optimizer(model: nn.Module, settings: OptimConfig) -> torch.optim.Optim
         betas=settings.betas,
         fused=is_fused or None,  # None: PyTorch's choice
     )
+
+
+def _adamw8bit(model: nn.Module) -> type[torch.optim.Optimizer]:
+    """Return torchao's AdamW with averages of 8 bits, but of fp32 for embeddings."""
+    torchao_optim = import_extra("torchao.optim", "adamw8bit", "optim.name=adamw8bit")
+    embeddings = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
+
+    class AdamW8bit(torchao_optim.AdamW8bit):
+        def _new_buffer(self, p: torch.Tensor, signed: bool) -> torch.Tensor:
+            # Most rows of an embedding have no gradient in a step. In 8 bits the second average of
+            # a row can become 0 before the first does, and the row would move far.
+            if p in embeddings:
+                return torch.zeros_like(p)
+            return super()._new_buffer(p, signed)
+
+    return AdamW8bit
 
 
 def make_lr_schedule(
@@ -103,7 +122,8 @@ def apply_update(learner: Learner, metrics: Accumulator) -> None:
         )
 
     metrics.add("grad_norm", grad_norm if is_finite else 0.0, count=float(is_finite))
-    metrics.add("learning_rate", learner.optimizer.param_groups[0]["lr"])
+    # A tensor with adamw8bit.
+    metrics.add("learning_rate", float(learner.optimizer.param_groups[0]["lr"]))
     # All ranks skip together, and totals are summed over ranks: the main rank counts for all.
     metrics.total("skipped_updates", float(not is_finite and world.is_main))
 

@@ -159,6 +159,7 @@ READ_IN = {
         runtime.threads_per_rank=1
     """,
     "grpo/rewards/scores.py": "environment=a.py:A",
+    "grpo/run/optimizer.py": "optim.name=adamw8bit",
     "grpo/run/user_functions.py": "algorithm.advantages=a.py:f",
     "grpo/turns/engine.py": """
         reward.timeout_s=1

@@ -229,7 +229,7 @@ def test_all_mistakes_of_a_call_are_said_at_once(tmp_path):
         "model is a section: ",
     )
     starts += (
-        "optim is a section: the optimizer is AdamW",
+        "optim is a section: optim.name is adamw or adamw8bit",
         "unknown key 'eval.evry'; did you mean 'eval.every'?",
     )
     assert len(lines) == len(starts)
