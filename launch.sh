@@ -32,7 +32,12 @@ if [[ -z "${GRPO_NO_SETUP:-}" ]]; then
   if ! cat requirements.txt pyproject.toml launch.sh | cmp -s - "$venv/$stamp"; then
     echo "installing ${install[*]}: PyTorch and others, about 3 GB to download with CUDA, 0.4 GB without ..."
     "$venv/bin/python" -m pip install --disable-pip-version-check "${install[@]}" |
-      { grep --line-buffered -oE 'Downloading [^ ]+ \([0-9.]+ [MG]B\)|^Installing collected packages' || true; }
+      { grep --line-buffered -oE 'Downloading [^ ]+ \([0-9.]+ [MG]B\)|^Installing collected packages' || true; } |
+      while true; do
+        if read -r -t 10 line; then echo "$line"
+        elif (($? > 128)); then echo "still at work, $SECONDS s so far ..."  # no line for ten seconds
+        else break; fi
+      done
     cat requirements.txt pyproject.toml launch.sh > "$venv/$stamp"
   fi
   python="$venv/bin/python"

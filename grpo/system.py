@@ -1,6 +1,7 @@
 """Helpers for files, processes, standard streams, and environment variables that PyTorch reads. The
 module does not import torch."""
 
+import contextlib
 import ctypes
 import importlib
 import io
@@ -8,7 +9,8 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -111,6 +113,29 @@ def seconds_waited_for_core() -> float:
         return 0.0
     _, nanoseconds_waited, _ = path.read_text().split()
     return int(nanoseconds_waited) / 1e9
+
+
+@contextlib.contextmanager
+def signs_of_life(work: str, *, is_shown: bool = True, every_s: int = 30) -> Iterator[None]:
+    """Print a line on stderr every ``every_s`` seconds until the block ends. A terminal gets none,
+    because it has progress bars."""
+    if not is_shown or sys.stderr.isatty():
+        yield
+        return
+    has_ended = threading.Event()
+
+    def print_lines() -> None:
+        seconds = every_s
+        while not has_ended.wait(every_s):
+            print(f"{work}: {seconds} s so far", file=sys.stderr, flush=True)
+            seconds += every_s
+
+    # A daemon does not keep a process alive whose main thread has ended.
+    threading.Thread(target=print_lines, daemon=True).start()
+    try:
+        yield
+    finally:
+        has_ended.set()
 
 
 def ignore_broken_pipes() -> None:

@@ -31,20 +31,24 @@ def call_own(
         ``(value, metrics)``.
     """
     # The function may change its arguments. The metrics report the originals.
-    known = {}
-    for name, value in {**in_order, **by_name}.items():
-        known[name] = value.clone() if isinstance(value, Tensor) else value
+    known = {**in_order, **by_name}
+    for name, value in known.items():
+        if isinstance(value, Tensor):
+            known[name] = value.clone()
 
-    parameters = inspect.signature(function).parameters
+    names = list(inspect.signature(function).parameters)
     positional = []
-    if next(iter(parameters), None) not in known:
+    if names and names[0] not in known:
         positional = [known.pop(name) for name in in_order]
-    keywords = {name: known[name] for name in parameters if name in known}
+    keywords = {}
+    for name in names:
+        if name in known:
+            keywords[name] = known[name]
     returned = function(*positional, **keywords)
-    if isinstance(returned, tuple):
-        value, metrics = returned
-        return value, metrics
-    return returned, {}
+    if not isinstance(returned, tuple):
+        return returned, {}
+    value, metrics = returned
+    return value, metrics
 
 
 def own_metrics(
@@ -61,6 +65,7 @@ def own_metrics(
         values = torch.as_tensor(value).detach().float()
         if mask_BT is not None and values.shape == mask_BT.shape:
             values = values[mask_BT]
-        is_number = ~values.isnan()
-        pairs[PREFIX + name] = (values[is_number].sum(), is_number.sum())
+        numbers = values[~values.isnan()]
+        count = torch.tensor(numbers.numel())
+        pairs[PREFIX + name] = (numbers.sum(), count)
     return pairs

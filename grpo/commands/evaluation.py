@@ -2,8 +2,7 @@ r"""Evaluate models with the configuration of a run, outside training.
 
     python -m grpo.evaluation --model runs/X/checkpoint-150
     python -m grpo.evaluation --model runs/X/checkpoint-150 rollout.engine=vllm
-    python -m grpo.evaluation --model BEFORE --model runs/X/checkpoint-150 \
-        eval.num_samples=8 eval.temperature=1
+    python -m grpo.evaluation --model BEFORE --model runs/X/checkpoint-150 eval.num_samples=16
     torchrun --nproc_per_node=8 -m grpo.evaluation --config X.yaml --model FOLDER
 
 Data, prompts, rewards, seed and the section `eval` come from the configuration. With the built-in
@@ -11,8 +10,12 @@ engine, the completions are the same as in the evaluations of the training loop.
 the configuration of the run that wrote the checkpoint is used. With several models, this is the run
 of the first model that has one. If no model has a run, the defaults are used.
 
-The command prints each metric with its 95% interval and count, and writes every problem with its
-completions and their results to OUTPUT_DIR/evaluation.json (or --output).
+If the configuration evaluates by greedy decoding alone, the command also draws 8 samples of each
+problem at the temperature of training, for mean@8 and pass@8. eval.temperature=0 draws none.
+
+The command prints each metric with its 95% interval and count, says whether GRPO can begin with the
+model, and writes every problem with its completions and their results to OUTPUT_DIR/evaluation.json
+(or --output).
 """
 
 import contextlib
@@ -50,9 +53,13 @@ def main(argv: list[str]) -> int:
     # by each rank.
     world = None
     try:
-        config, run_file = config_of_models(
-            options.model, options.config, [*BUILTIN_ENGINE, *overrides]
-        )
+        settings = [*BUILTIN_ENGINE, *overrides]
+        config, run_file = config_of_models(options.model, options.config, settings)
+        is_asked_for = any(text.startswith("eval.temperature=") for text in overrides)
+        if config.eval.temperature == 0 and not is_asked_for:
+            samples = [f"eval.temperature={config.rollout.temperature}", "eval.num_samples=8"]
+            settings = [*BUILTIN_ENGINE, *samples, *overrides]
+            config, run_file = config_of_models(options.model, options.config, settings)
         world = start_world(config.runtime)
         if run_file and world.is_main:
             print(
@@ -184,6 +191,26 @@ def print_report(model: str, evaluation: Evaluation) -> None:
         print(f"{name:28}{estimate.value:>10.4g}  {interval:>20}  {count:>15}".rstrip())
     if evaluation.num_unscored:
         print(f"note: {evaluation.num_unscored} completions could not be scored and count as wrong")
+    print_outlook(evaluation)
+
+
+def print_outlook(evaluation: Evaluation) -> None:
+    """Print whether GRPO can begin with a model, if the evaluation has groups of samples."""
+    num_samples = len(evaluation.problems[0].samples)
+    if num_samples < 2:
+        return
+    metrics = evaluation.metrics
+    pass_rate = metrics[f"eval/pass@{num_samples}"]
+    # A group teaches if its rewards differ. The limits are rules of thumb: docs/small_model.md.
+    outlook = "GRPO can begin"
+    if pass_rate < 0.05:
+        outlook = (
+            "few groups will differ. Examples in the prompt, easier problems or SFT first: "
+            "docs/small_model.md"
+        )
+    elif metrics[f"eval/mean@{num_samples}"] > 0.95:
+        outlook = "few groups will differ, because most are right throughout: take harder problems"
+    print(f"pass@{num_samples} is {pass_rate:.1%}: {outlook}")
 
 
 def write_json(

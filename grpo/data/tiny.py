@@ -1,5 +1,5 @@
-"""The tiny model: a Qwen2 of about a million parameters that is trained in about a minute, for the
-demo and the tests.
+"""The tiny model: a Qwen2 of about a million parameters that is trained in one to two minutes, for
+the demo and the tests.
 
 The model is trained on correct demonstrations of a task first, then on demonstrations with mistakes
 (``Task.demonstration``). GRPO then starts from a model that can solve the task but often makes
@@ -28,6 +28,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 from grpo.algorithm.batch import IGNORE_INDEX, right_pad
 from grpo.algorithm.seeding import derive_seed
 from grpo.data.tasks import Task, load_task
+from grpo.system import signs_of_life
 
 CONTEXT = 1024
 """Context length: the largest number of tokens of a prompt with its completion. It leaves room for
@@ -153,14 +154,16 @@ def build_tiny_model(task: str = "arithmetic") -> Path:
     folder = cache / f"tiny-{task}-seed{SEED}-{key}"
     if folder.exists():
         return folder
-    print(f"building the tiny model, for about a minute: {cache} has none yet ...", file=sys.stderr)
+    print(f"building the tiny model, 1 to 2 minutes: {cache} has none yet ...", file=sys.stderr)
 
     cache.mkdir(parents=True, exist_ok=True)
     # The folder gets its name only when it is complete. So it is never half written, even if this
     # process is killed or two processes build the model at the same time.
     with tempfile.TemporaryDirectory(dir=cache, ignore_cleanup_errors=True) as unfinished:
         tokenizer = build_tokenizer()
-        warm_start(task, tokenizer, recipe).save_pretrained(unfinished)
+        with signs_of_life("building the tiny model"):
+            model = warm_start(task, tokenizer, recipe)
+        model.save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)
         try:
             os.rename(unfinished, folder)

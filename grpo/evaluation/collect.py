@@ -13,6 +13,7 @@ from grpo.distributed import World
 from grpo.evaluation.estimate import CompletionResult, Estimate, ResultsByProblem, estimate_metrics
 from grpo.model import check_context
 from grpo.rollout import Engine, SamplingParams
+from grpo.system import signs_of_life
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,8 @@ def evaluate(
     # no rank waits in gather_objects below. The block may take minutes, so a stop signal ends it at
     # once.
     results_of_rank = {index: [] for index in indices}
-    with world.fail_together(), world.interruptible():
+    lines = signs_of_life("evaluation", is_shown=world.is_main)
+    with lines, world.fail_together(), world.interruptible():
         for name, settings in rounds.items():
             # A call has at least one problem, even if its samples alone exceed the limit of a call.
             num_problems = max(engine.rows_per_call // settings.num_generations, 1)

@@ -17,7 +17,7 @@ from grpo.evaluation.grading import Grader
 from grpo.run.ending import print_result
 from grpo.run.metrics import report_completions, step_line
 from grpo.run.records import Run, Step
-from grpo.system import seconds_waited_for_core
+from grpo.system import seconds_waited_for_core, signs_of_life
 from grpo.telemetry.console import evaluation_table
 
 
@@ -47,7 +47,9 @@ def remaining_steps(run: Run) -> Iterator[Step]:
             torch.manual_seed(seed)
         started = time.perf_counter()
         waited_before = seconds_waited_for_core()
-        yield step
+        name = f"step {step.number + 1}/{run.max_steps}"
+        with signs_of_life(name, is_shown=run.world.is_main):
+            yield step
 
         # Here the loop has made all updates of the step.
         seconds = time.perf_counter() - started

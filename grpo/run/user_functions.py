@@ -72,12 +72,14 @@ def try_advantages(config: Config, user: UserFunctions, columns: Sequence[Mappin
     if user.advantages is None:
         return
     G = config.rollout.num_generations
-    F = max(len(config.reward.functions), 1)
+    num_functions = len(config.reward.functions)
+    F = max(num_functions, 1)
     rewards_PG = torch.arange(2.0 * G).view(2, G)
     values_PGF = rewards_PG[..., None].expand(2, G, F)
-    lengths_PG = torch.arange(1, 2 * G + 1).view(2, G)
+    lengths_PG = rewards_PG.long() + 1
     by_name = _named(user.advantages, lengths_PG, columns[:2])
-    with _described("algorithm.advantages", config.algorithm.advantages, user.source_files):
+    name = config.algorithm.advantages
+    with _described("algorithm.advantages", name, user.source_files):
         call_user_advantages(user.advantages, rewards_PG, values_PGF, by_name)
 
 
@@ -94,17 +96,22 @@ def own_advantages(
         groups: completions of this rank.
         rewards_PG, values_PGF: rewards, and values of the reward functions, of all ranks.
     """
+    world = run.world
     lengths = []
     for group in groups:
-        lengths.append([len(completion.sampled_ids) for completion in group.completions])
-    lengths_PG = run.world.gather_rows(torch.tensor(lengths))
-    # The ranks' lists are as long as each other. Global row i is on rank i % size.
-    rank_columns = run.world.gather_objects([group.problem.columns for group in groups])
-    columns = [row for rows in zip(*rank_columns, strict=True) for row in rows]
+        lengths_of_group = [len(completion.sampled_ids) for completion in group.completions]
+        lengths.append(lengths_of_group)
+    lengths_PG = world.gather_rows(torch.tensor(lengths))
+    # All ranks have the same number of groups. Global row i is on rank i % size.
+    columns_of_rank = [group.problem.columns for group in groups]
+    rank_columns = world.gather_objects(columns_of_rank)
+    columns = []
+    for rows in zip(*rank_columns, strict=True):
+        columns.extend(rows)
+
     function = run.learner.user_advantages
-    advantages_PG, metrics = call_user_advantages(
-        function, rewards_PG, values_PGF, _named(function, lengths_PG, columns)
-    )
+    by_name = _named(function, lengths_PG, columns)
+    advantages_PG, metrics = call_user_advantages(function, rewards_PG, values_PGF, by_name)
     step.metrics.add_all(metrics)
     return advantages_PG
 
@@ -112,8 +119,9 @@ def own_advantages(
 def _named(function: Callable, lengths_PG: Tensor, columns: Sequence[Mapping]) -> dict[str, Any]:
     """Return what a user's advantages get if they name it: lengths, and columns as lists."""
     by_name = {"lengths_PG": lengths_PG}
-    for name in named_arguments(function) & set(columns[0]):
-        by_name[name] = [row[name] for row in columns]
+    for name in columns[0]:
+        if name in named_arguments(function):
+            by_name[name] = [row[name] for row in columns]
     return by_name
 
 
@@ -125,7 +133,8 @@ def _described(key: str, name: str, files: dict[str, str]) -> Iterator[None]:
     except Exception as error:  # the user's function may raise anything
         # The last file defines the function: the message names the line there.
         file = next(reversed(files.values()), "")
-        raise ValueError(f"{key}={name}{describe_error(error, file)}") from error
+        description = describe_error(error, file)
+        raise ValueError(f"{key}={name}{description}") from error
 
 
 def _load(key: str, name: str, files: dict[str, str]) -> Any:
@@ -156,26 +165,34 @@ def _try_objective(function: UserObjective) -> None:
 
     def loss_of(rows: slice, num_padding: int = 0) -> Tensor:
         padding = (0, num_padding)
+
+        def cut(values_BT: Tensor) -> Tensor:
+            return pad(values_BT[rows], padding)
+
         loss_sum, _ = policy_loss(
-            pad(logprobs_BT[rows], padding),
-            pad(old_logprobs_BT[rows], padding),
+            cut(logprobs_BT),
+            cut(old_logprobs_BT),
             advantages_B[rows],
-            pad(mask_BT[rows], padding),
-            ref_logprobs_BT=pad(ref_logprobs_BT[rows], padding),
-            sampling_logprobs_BT=pad(old_logprobs_BT[rows], padding),
+            cut(mask_BT),
+            ref_logprobs_BT=cut(ref_logprobs_BT),
+            sampling_logprobs_BT=cut(old_logprobs_BT),
             objective=function,
         )
         return loss_sum
 
-    loss = loss_of(slice(3))
+    all_rows = slice(3)
+    loss = loss_of(all_rows)
     (gradient_BT,) = torch.autograd.grad(loss, logprobs_BT)
-    row_by_row = sum(loss_of(slice(b, b + 1)) for b in range(3))
-    with_padding = loss_of(slice(3), num_padding=2)
+    row_by_row = torch.zeros(())
+    for b in range(3):
+        row_by_row = row_by_row + loss_of(slice(b, b + 1))
+    with_padding = loss_of(all_rows, num_padding=2)
     for other_loss in (row_by_row, with_padding):
         (other_gradient_BT,) = torch.autograd.grad(other_loss, logprobs_BT)
         # NaN is close to nothing, so a loss that is not finite fails here too.
         is_same_loss = torch.isclose(loss, other_loss)
-        if not is_same_loss or not torch.allclose(gradient_BT, other_gradient_BT, atol=1e-6):
+        is_same_gradient = torch.allclose(gradient_BT, other_gradient_BT, atol=1e-6)
+        if not is_same_loss or not is_same_gradient:
             raise ValueError(
                 f"the loss ({loss:g}) is not finite, or that of a row depends on the other rows "
                 "or on the number of padding columns, and so the update on how the batch is cut"

@@ -24,11 +24,16 @@ class HintRule:
     metric: str
     """Name of the metric whose mean over the last steps is compared with the limits."""
     text: str
-    """The hint, with ``{mean}`` in the place of the mean."""
+    """The hint, with ``{mean}`` in the place of the mean, and ``{higher_rate}`` in the place
+    of ten times the last learning rate."""
     above: float = math.inf
     """The hint holds if the mean is above this limit. Default: no limit."""
     below: float = -math.inf
     """The hint holds if the mean is below this limit. Default: no limit."""
+    min_steps: int = 1
+    """Number of steps before which the hint does not hold."""
+    unless: str = ""
+    """Name of a rule before this one, whose hint explains the metric too."""
 
 
 # The limits are rules of thumb: a task that is nearly learned also has equal rewards and a low
@@ -69,6 +74,19 @@ HINT_RULES = (
             "algorithm.dynamic_sampling=true"
         ),
         above=0.8,
+    ),
+    # Also with groups that differ, a small model moves little at the rates of large models.
+    HintRule(
+        "no movement",
+        "kl",
+        (
+            "the KL to the reference is {mean:.4f} nats per token after ten steps: the policy "
+            "hardly moves. Unless the warm-up goes on, or hundreds of steps follow, try "
+            "optim.learning_rate={higher_rate:.0e}"
+        ),
+        below=0.0005,
+        min_steps=MAX_STEPS_OF_MEAN,
+        unless="equal rewards",
     ),
     # A completion that is cut off mostly has no answer. Its reward is then about its length.
     HintRule(
@@ -156,7 +174,11 @@ class Hints:
         """Return all hints that hold for the last steps, by the names of their rules. Hints that
         were given before are included."""
         hints = {}
+        last_step = self._steps[-1] if self._steps else {}
+        higher_rate = 10 * last_step.get("learning_rate", math.nan)
         for rule in HINT_RULES:
+            if len(self._steps) < rule.min_steps or rule.unless in hints:
+                continue
             values = []
             for step in self._steps:
                 value = step.get(rule.metric)
@@ -165,5 +187,5 @@ class Hints:
             # A metric that was never computed gives no hint: NaN is neither above nor below.
             mean = fmean(values) if values else math.nan
             if mean > rule.above or mean < rule.below:
-                hints[rule.name] = rule.text.format(mean=mean)
+                hints[rule.name] = rule.text.format(mean=mean, higher_rate=higher_rate)
         return hints

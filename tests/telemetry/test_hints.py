@@ -5,7 +5,7 @@ from conftest import ROOT
 
 from grpo.telemetry.hints import HINT_RULES, Hints
 
-HEALTHY = {"reward": 0.5}
+HEALTHY = {"reward": 0.5, "learning_rate": 1e-6}
 for rule in HINT_RULES:
     HEALTHY[rule.metric] = rule.below * 2 if rule.below > 0 else rule.above / 2
 NAN = float("nan")
@@ -25,6 +25,7 @@ def given(metric: str, values: list) -> list[tuple[int, str]]:
     ("metric", "values", "step", "words"),
     [
         ("kl", [0.01] * 10 + [0.8] * 40, 17, "0.56 nats per token"),  # (3 * 0.01 + 7 * 0.8) / 10
+        ("kl", [0.0001] * 30, 10, "try optim.learning_rate=1e-05"),
         ("entropy", [1.0] * 30 + [0.01] * 30, 40, "entropy is 0.010"),
         ("frac_reward_zero_std", [0.3] * 10 + [0.99] * 20, 18, "85% of the groups"),
         ("completions/clipped_ratio", [0.5] * 30, 3, "50% of the completions"),
@@ -42,6 +43,14 @@ def given(metric: str, values: list) -> list[tuple[int, str]]:
 def test_a_hint_is_given_once_and_alone(metric, values, step, words):
     ((at, hint),) = given(metric, values)
     assert at == step and words in hint
+
+
+def test_equal_rewards_explain_that_nothing_moves():
+    """Without a gradient the policy moves at no learning rate."""
+    hints = Hints()
+    for _ in range(12):
+        hints.update(HEALTHY | {"frac_reward_zero_std": 0.95, "kl": 0.0})
+    assert list(hints.verdict()) == ["equal rewards"]
 
 
 @pytest.mark.parametrize("value", [0.01, None, NAN])
