@@ -47,15 +47,16 @@ def make_optimizer(model: nn.Module, settings: OptimConfig) -> torch.optim.Optim
 
 
 def _adamw8bit(model: nn.Module) -> type[torch.optim.Optimizer]:
-    """Return torchao's AdamW with averages of 8 bits, but of fp32 for embeddings."""
+    """Return torchao's AdamW with averages of 8 bits, but of fp32 for both embeddings."""
     torchao_optim = import_extra("torchao.optim", "adamw8bit", "optim.name=adamw8bit")
-    embeddings = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
+    input_embedding = model.get_input_embeddings().weight
+    output_embedding = model.get_output_embeddings().weight
 
     class AdamW8bit(torchao_optim.AdamW8bit):
         def _new_buffer(self, p: torch.Tensor, signed: bool) -> torch.Tensor:
-            # Most rows of an embedding have no gradient in a step. In 8 bits the second average of
-            # a row can become 0 before the first does, and the row would move far.
-            if p in embeddings:
+            # Most rows of an embedding have almost no gradient in a step. In 8 bits the second
+            # average of a row can become 0 before the first does, and the row would move far.
+            if p is input_embedding or p is output_embedding:
                 return torch.zeros_like(p)
             return super()._new_buffer(p, signed)
 

@@ -11,10 +11,10 @@ import pytest
 from conftest import ROOT, environment_of_runs, run_forked, run_trainer, small_run
 
 from grpo.algorithm.batch import Problem
-from grpo.commands.evaluation import main, write_json
+from grpo.commands.evaluation import main, print_outlook, write_json
 from grpo.config import Config
 from grpo.evaluation.collect import Evaluation, ProblemResult
-from grpo.evaluation.estimate import CompletionResult
+from grpo.evaluation.estimate import CompletionResult, estimate_metrics
 
 SAMPLES = [
     "eval.num_samples=3",
@@ -66,6 +66,43 @@ def test_user_errors_are_one_line(tmp_path, random_model, changes, message, caps
     assert said.startswith("error: ") and message in said and said.count("\n") == 1
 
 
+def test_samples_are_drawn_without_being_asked_for(tmp_path, random_model, capsys):
+    """8 at the temperature of training. An evaluation of the run itself keeps its settings."""
+    command = [*small_run(random_model, tmp_path), "data.max_eval_samples=2"]
+    for changes, shown in (
+        ([], ["eval/mean@8", "eval/pass@8", "pass@8 is 0.0%: few groups will differ. Examples"]),
+        (["eval.num_samples=2"], ["eval/mean@2", "pass@2 is 0.0%"]),
+        (["eval.num_samples=3", "eval.temperature=0.5"], ["eval/mean@3"]),
+        (["eval.temperature=0"], []),
+    ):
+        assert main([*command, "reward.functions=[accuracy]", *changes]) == 0
+        printed = capsys.readouterr().out
+        assert all(words in printed for words in shown)
+        assert ("pass@" in printed) == bool(shown)
+    config = json.loads((tmp_path / "evaluation.json").read_text())["config"]
+    assert config["eval"]["temperature"] == 0
+
+
+@pytest.mark.parametrize(
+    ("rights", "line"),
+    [
+        ([0] * 39 + [1], "pass@4 is 2.5%: few groups will differ. Examples in the prompt, easier"),
+        ([0] * 9 + [1], "pass@4 is 10.0%: GRPO can begin"),
+        ([4] * 9 + [2], "pass@4 is 100.0%: GRPO can begin"),
+        ([4] * 39 + [3], "pass@4 is 100.0%: few groups will differ, because most are right"),
+    ],
+)
+def test_the_line_that_says_whether_grpo_can_begin(rights, line, capsys):
+    """Of 4 samples of each problem so many are right."""
+    problems = []
+    for num_right in rights:
+        samples = [CompletionResult(i < num_right, True, None, 1, False) for i in range(4)]
+        problems.append(ProblemResult(Problem(0, "q", (1,), {}), samples[0], samples))
+    estimates = estimate_metrics([p.greedy for p in problems], [p.samples for p in problems])
+    print_outlook(Evaluation(problems, estimates))
+    assert capsys.readouterr().out.startswith(line)
+
+
 @pytest.mark.slow
 def test_ranks_and_the_training_loop_find_the_same_numbers(tmp_path, random_model):
     """13 problems: uneven shares of 2 and 3 ranks. Every text, result and digit is the same."""
@@ -105,7 +142,7 @@ def test_ranks_and_the_training_loop_find_the_same_numbers(tmp_path, random_mode
 @pytest.mark.slow
 def test_a_reward_that_never_works_gives_no_accuracy(tmp_path, random_model):
     broken = f"reward.functions=[{{name: '{ROOT}/tests/rewards_for_tests.py:raises'}}]"
-    done = run_evaluation(*small_run(random_model, tmp_path), broken, ranks=2)
+    done = run_evaluation(*small_run(random_model, tmp_path), broken, "eval.temperature=0", ranks=2)
     assert done.returncode != 0
     assert "RuntimeError: this reward is broken" in done.stderr
     assert (
