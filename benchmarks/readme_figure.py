@@ -6,9 +6,10 @@ model learns by minute, beside TRL.
     python benchmarks/readme_figure.py --learning runs/learning_vs_trl/smollm2_135m.json
 
 Left: the reward and the accuracy of the sampled completions at each step, from ``metrics.jsonl`` of
-the run. Right: seconds per 1,000 completion tokens, medians from
-``benchmarks/results/compare_trl.json``. Writes ``docs/figures/demo_and_speed_light.svg`` and
-``..._dark.svg``: the README shows the one that fits the reader's colour scheme.
+the run. Right: seconds per 1,000 completion tokens of SmolLM2-135M-Instruct, medians from
+``benchmarks/results/compare_trl_135m_64_kl.json`` and ``..._256_kl.json``. Writes
+``docs/figures/demo_and_speed_light.svg`` and ``..._dark.svg``: the README shows the one that fits
+the reader's colour scheme.
 
 With ``--learning``, a file of ``learning_vs_trl.py``: held-out accuracy (``--metric``) by minutes
 of training, a thin line per seed and a thick one through their means. Writes
@@ -63,13 +64,12 @@ def draw_learning(axes, run: Path) -> None:
     axes.legend(loc="lower right", frameon=False)
 
 
-def draw_speed(axes, results: list[dict], text: str) -> None:
-    """Two bars per precision at the paper's beta, each sampling plus the rest of the step."""
-    chosen = [entry for entry in results if entry["setting"]["beta"] == 0.04]
-    chosen.sort(key=lambda entry: entry["setting"]["precision"], reverse=True)
+def draw_speed(axes, text: str) -> None:
+    """Two bars per length at the paper's beta, each sampling plus the rest of the step."""
     labels = {}
-    for number, entry in enumerate(chosen):
-        precision = entry["setting"]["precision"]
+    for number, length in enumerate((64, 256)):
+        results = json.loads((RESULTS / f"compare_trl_135m_{length}_kl.json").read_text())
+        (entry,) = results["results"]
         step = entry["summary"]["step"]
         sampling = entry["summary"]["sampling"]
         # TRL's bar is of the setting that is fastest in the whole step.
@@ -91,17 +91,17 @@ def draw_speed(axes, results: list[dict], text: str) -> None:
         )
         for offset, (side, color, sampled, whole, note) in enumerate(bars):
             y = number * 2.6 + offset
-            labels[y] = f"{side}, {precision}"
+            labels[y] = f"{side}, {length} tokens"
             axes.barh(y, whole, color=color, height=0.8, alpha=0.55)
             axes.barh(y, sampled, color=color, height=0.8)
-            axes.text(whole + 0.08, y, f"{whole:.2f} s{note}", va="center", color=text)
+            axes.text(whole + 0.5, y, f"{whole:.1f} s{note}", va="center", color=text)
     axes.set_yticks(list(labels), labels.values())
     axes.invert_yaxis()
     axes.set(
         xlabel="seconds per 1,000 completion tokens (solid: sampling, pale: the rest)",
-        xlim=(0, 7.5),
+        xlim=(0, 46),
     )
-    axes.set_title("A step beside TRL, two CPU cores, model of 7M parameters", loc="left")
+    axes.set_title("SmolLM2-135M: a step in fp32 beside TRL, two CPU cores", loc="left")
 
 
 def draw_by_minute(axes, runs: list[dict], metric: str) -> None:
@@ -172,8 +172,7 @@ def draw_demo_and_speed(run: Path, text: str, path: Path) -> None:
         width_ratios=(1, 1.15),
     )
     draw_learning(left, run)
-    results = json.loads((RESULTS / "compare_trl.json").read_text())["results"]
-    draw_speed(right, results, text)
+    draw_speed(right, text)
     figure.tight_layout(w_pad=3)
     save(figure, path)
 
