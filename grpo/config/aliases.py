@@ -1,5 +1,5 @@
-"""Names that TRL and other trainers have for keys of the configuration. docs/from_trl.md has all
-names of TRL."""
+"""Names that TRL and other trainers have for keys of the configuration.
+docs/trl_arguments.md has all names of TRL."""
 
 # A name that resembles its key is not listed: unknown_key() suggests the key with the most similar
 # name.
@@ -8,7 +8,7 @@ OTHER_NAMES = {
     "model": "model.name_or_path names the model",
     "lora": "lora.rank above 0 trains LoRA adapters",
     "args": "the settings of GRPOConfig are keys of the configuration: "
-    "docs/from_trl.md names the key of each",
+    "docs/trl_arguments.md names the key of each",
     "processing_class": "the tokenizer is that of model.name_or_path",
     # Some keys replace two or three settings of TRL. All of these settings are listed, so that none
     # is ignored silently.
@@ -17,6 +17,7 @@ OTHER_NAMES = {
     "lr_scheduler_kwargs": "optim.min_lr",
     "adam_beta1": "optim.betas",
     "adam_beta2": "optim.betas",
+    "adam_epsilon": "AdamW's epsilon is that of PyTorch, 1e-8",
     "max_new_tokens": "rollout.max_completion_length",
     "max_tool_calling_iterations": "rollout.max_turns, which counts the model's turns: one more",
     "rollout_func": "environment, a class whose methods are tools, or which takes whole turns",
