@@ -1,16 +1,17 @@
 """The documents: every metric is explained, every key exists, the worked example comes out, links
 lead somewhere."""
 
-import difflib
 import json
 import math
 import pkgutil
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, run_trainer, small_run
+from conftest import ROOT, environment_of_runs, run_trainer, small_run
 
 from grpo.algorithm.advantages import group_advantages
 from grpo.algorithm.loss import loss_denominator, policy_loss
@@ -193,45 +194,70 @@ def test_the_worked_example():
         assert f"`{aggregation}` {value:.4f}" in text
 
 
-def trl_mapping() -> list[tuple[str, str | None]]:
-    text = (ROOT / "docs" / "from_trl.md").read_text().split("## Every key of GRPOConfig")[1]
-    rows = re.findall(r"^\| `([^`]+)` \| (?:`([^`]+)`|-) \| (.*) \|$", text, re.MULTILINE)
-    assert all(ours or why for _, ours, why in rows), "where there is none, the reason"
-    return [(theirs, ours or None) for theirs, ours, _ in rows]
+TRL_ARGUMENTS = ROOT / "docs" / "trl_arguments.md"
+
+
+def trl_mapping() -> dict[str, str]:
+    """Name of each setting of TRL that has a counterpart -> its cell in the column "here"."""
+    table = TRL_ARGUMENTS.read_text().split("## Without a counterpart")[0]
+    rows = re.findall(r"^\| `([^`]+)` \| ([^|]+) \| [^|]* \| [^|]* \|$", table, re.MULTILINE)
+    assert len(rows) == len(dict(rows)) == table.count("\n| `")
+    return dict(rows)
 
 
 def test_every_key_that_replaces_one_of_trl_exists():
+    """Each cell has a key, and the command line answers with it."""
     known = keys_of(Config)
-    mapping = trl_mapping()
-    assert len(mapping) == len(dict(mapping)) == 77 + 114, "of TRL 1.16.0 with transformers 5.23"
-    assert {ours for _, ours in mapping if ours} - known.keys() == set()
-    for theirs, ours in mapping:
+    sections = {key.split(".")[0] for key in known}
+    for theirs, cell in trl_mapping().items():
+        keys = re.findall(r"`([a-z_]+(?:\.[a-z_]+)?)(?:=\w+)?`", cell)
+        keys = [key for key in keys if key in known or key.split(".")[0] in sections]
+        assert keys, theirs
+        assert set(keys) - known.keys() == set(), theirs
         assert (
-            not ours
-            or theirs in known
-            or ours in unknown_key(theirs, list(known))
-            or theirs in OTHER_NAMES
+            theirs in known or keys[0] in unknown_key(theirs, list(known)) or theirs in OTHER_NAMES
         ), theirs
-    references = re.findall(r"see (\w+)", (ROOT / "docs" / "from_trl.md").read_text())
-    assert set(references) - set(dict(mapping)) == set()
+
+
+def test_every_setting_of_trl_is_in_the_table_or_has_a_reason():
+    ending = TRL_ARGUMENTS.read_text().split("## Without a counterpart")[1]
+    listed = " ".join(ending.split()).split(" - ")[1:]
+    without = []
+    for line in listed:
+        reason, _, names = line.rpartition(": ")
+        assert reason and re.fullmatch(r"`\w+`(, `\w+`)*", names), line
+        without += re.findall(r"\w+", names)
+    names = [*trl_mapping(), *without]
+    assert len(names) == len(set(names)) == 77 + 114, "of TRL 1.16.0 with transformers 5.23"
+
+
+def test_the_table_of_trls_settings_is_what_its_script_writes():
+    pytest.importorskip("trl", reason="needs TRL: pip install -e '.[bench]'")
+    script = ROOT / "docs" / "make_trl_arguments.py"
+    environment = environment_of_runs({"PYTHONPATH": str(ROOT)})
+    subprocess.run([sys.executable, script, "--check"], env=environment, check=True)
 
 
 def test_the_ported_script():
-    """docs/from_trl.md shows the difference of the two files and the configuration as they are."""
-    text = (ROOT / "docs" / "from_trl.md").read_text()
+    """The reward functions are those of the TRL script, and docs/from_trl.md shows lines of both
+    files as they are."""
     folder = ROOT / "examples" / "gsm8k_from_trl"
-    names = ("trl_script.py", "rewards.py")
-    old, new = ((folder / name).read_text().splitlines() for name in names)
-    diff = "\n".join(
-        difflib.unified_diff(
-            old,
-            new,
-            *names,
-            lineterm="",
-        )
+    script, rewards, settings = (
+        (folder / name).read_text() for name in ("trl_script.py", "rewards.py", "gsm8k.yaml")
     )
-    assert f"```diff\n{diff}\n```" in text
-    assert f"```yaml\n{(folder / 'gsm8k.yaml').read_text()}```" in text
+    functions = rewards[rewards.index("\ndef ") :].strip()
+    assert functions.count("\ndef ") == 7
+    assert functions in script
+
+    text = (ROOT / "docs" / "from_trl.md").read_text()
+    table = text.split("| `trl_script.py` | `gsm8k.yaml` |")[1].split("\n\n")[0]
+    rows = table.strip().splitlines()[1:]
+    assert len(rows) >= 4
+    for row in rows:
+        _, theirs, ours, _ = row.split("|")
+        for cell, source in ((theirs, script), (ours, settings)):
+            shown = re.findall(r"`([^`]+)`", cell)
+            assert shown and all(code in source for code in shown), row
 
 
 def test_the_readmes_figures_are_those_of_the_benchmark():
