@@ -29,9 +29,8 @@ class Config(schema.Section):
     """Functions that the model may call (docs/tools.md): a list of {name, args}, or of names
     alone."""
     tools_format: Literal["auto", "tags"] = "auto"
-    """Format in which the model's tool calls are read. auto: the format of the tokenizer's response
-    template. If there is no response template, auto reads both tags and the format of the chat
-    template. tags: <NAME>argument</NAME> for a tool with one argument, or <tool_call>{"name": ..,
+    """Format in which the model's tool calls are read. auto: the format of the chat template, and
+    tags. tags: <NAME>argument</NAME> for a tool with one argument, or <tool_call>{"name": ..,
     "arguments": {..}}</tool_call> for any tool."""
     environment: str | None = None
     """Class of an environment (path/to/file.py:Class), either in TRL's form or with the methods
