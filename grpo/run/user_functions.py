@@ -64,7 +64,7 @@ def try_advantages(config: Config, user: UserFunctions, columns: Sequence[Mappin
     """Call the user's advantages on two groups of different rewards.
 
     Args:
-        columns: the columns of at least two rows.
+        columns: the columns of the rows. Both groups get those of the first row.
 
     Raises:
         ValueError: if the user made a mistake, with a message of one line.
@@ -74,10 +74,13 @@ def try_advantages(config: Config, user: UserFunctions, columns: Sequence[Mappin
     G = config.rollout.num_generations
     num_functions = len(config.reward.functions)
     F = max(num_functions, 1)
-    rewards_PG = torch.arange(2.0 * G).view(2, G)
+    numbers_PG = torch.arange(2 * G).view(2, G)
+    rewards_PG = numbers_PG.float()
     values_PGF = rewards_PG[..., None].expand(2, G, F)
-    lengths_PG = rewards_PG.long() + 1
-    by_name = _named(user.advantages, lengths_PG, columns[:2])
+    lengths_PG = numbers_PG + 1
+    # There may be one row only.
+    columns_of_groups = [columns[0], columns[0]]
+    by_name = _named(user.advantages, lengths_PG, columns_of_groups)
     name = config.algorithm.advantages
     with _described("algorithm.advantages", name, user.source_files):
         call_user_advantages(user.advantages, rewards_PG, values_PGF, by_name)
