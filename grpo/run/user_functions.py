@@ -188,7 +188,8 @@ def _try_objective(function: UserObjective) -> None:
     (gradient_BT,) = torch.autograd.grad(loss, logprobs_BT)
     row_by_row = torch.zeros(())
     for b in range(3):
-        row_by_row = row_by_row + loss_of(slice(b, b + 1))
+        row = slice(b, b + 1)
+        row_by_row = row_by_row + loss_of(row)
     with_padding = loss_of(all_rows, num_padding=2)
     for other_loss in (row_by_row, with_padding):
         (other_gradient_BT,) = torch.autograd.grad(other_loss, logprobs_BT)
