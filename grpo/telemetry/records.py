@@ -83,14 +83,10 @@ def computed(metrics: dict[str, Any]) -> dict[str, Any]:
 
 
 def json_safe(value: Any) -> Any:
-    """Return a copy of a value with None in place of NaN and infinity, which JSON does not have."""
-    if isinstance(value, dict):
-        return {key: json_safe(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [json_safe(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
+    """Return a copy of a value in the types of JSON: None in place of NaN and infinity, which JSON
+    does not have, and text in place of other types, such as bytes and dates."""
+    text = json.dumps(value, default=str)
+    return json.loads(text, parse_constant=lambda name: None)
 
 
 def environment(world_size: int) -> dict[str, Any]:
