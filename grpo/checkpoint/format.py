@@ -19,10 +19,10 @@ import torch
 
 from grpo.distributed import (
     World,
+    create_optimizer_state,
     full_trained_weights,
     load_tensors,
     local_shard,
-    optimizer_tensors,
     save_tensors,
     saved_names,
 )
@@ -221,7 +221,7 @@ def restore(folder: Path, trained: TrainedTensors) -> None:
     saved = saved_names(folder / TENSORS_FOLDER)
     model = trained.policy.model
     # A new optimizer has no tensors to load into. This call creates them, as an update would.
-    optimizer_tensors(model, trained.optimizer)
+    create_optimizer_state(model, trained.optimizer)
     # An expert (MoE) that no token was sent to had no optimizer state when it was saved. It must
     # not begin with the step count that the call above has created.
     for name, parameter in model.named_parameters():

@@ -25,9 +25,9 @@ from grpo.distributed.parallel import (
     wrap_data_parallel,
 )
 from grpo.distributed.tensors import (
+    create_optimizer_state,
     full_trained_weights,
     load_tensors,
-    optimizer_tensors,
     save_tensors,
     saved_names,
 )

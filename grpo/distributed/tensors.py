@@ -62,18 +62,10 @@ def full_trained_weights(
     return weights
 
 
-def optimizer_tensors(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-) -> dict[str, torch.Tensor]:
-    """Return the tensors of the optimizer, not copies of them, by ``<parameter>/<state>``. Create
-    the tensors if the optimizer has made no update yet."""
-    state = get_optimizer_state_dict(model, optimizer)["state"]
-    tensors = {}
-    for name, values in state.items():
-        for key, value in values.items():
-            tensors[f"{name}/{key}"] = value
-    return tensors
+def create_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Create the tensors of an optimizer that has made no update yet."""
+    # PyTorch makes an update without effect before it returns the state, which nobody needs here.
+    get_optimizer_state_dict(model, optimizer)
 
 
 def save_tensors(
