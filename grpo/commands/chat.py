@@ -30,13 +30,12 @@ from grpo.distributed import start_world
 from grpo.rewards import RewardRunner
 from grpo.rewards.scores import score_groups
 from grpo.run.records import Sampler
-from grpo.system import ignore_broken_pipes, printable
+from grpo.system import printable
 from grpo.turns.tools import Tools
 
 
 @command
 def main(argv: list[str]) -> None:
-    ignore_broken_pipes()
     parser = command_parser("chat", __doc__)
     add = parser.add_argument
     add("--model", required=True, help="checkpoint, any Hugging Face folder or id, or builtin:tiny")

@@ -5,6 +5,7 @@ import functools
 from collections.abc import Callable
 
 from grpo.config import KEYS_EPILOG
+from grpo.system import ignore_broken_pipes
 from grpo.telemetry.terminal import print_user_error
 
 
@@ -30,12 +31,14 @@ def command_parser(name: str, description: str) -> argparse.ArgumentParser:
 def command(main: Callable[[list[str]], int | None]) -> Callable[[list[str]], int]:
     """Decorate ``main(argv)`` so that it returns an exit code and prints a user's mistake.
 
-    A ``ValueError`` or ``OSError`` is printed without a traceback, and the exit code is 2.
+    A ``ValueError`` or ``OSError`` is printed without a traceback, and the exit code is 2. The
+    command goes on if nobody reads its output any more.
     """
 
     @functools.wraps(main)
     def run(argv: list[str]) -> int:
         try:
+            ignore_broken_pipes()
             return main(argv) or 0
         except (ValueError, OSError) as error:
             print_user_error(error)

@@ -16,7 +16,7 @@ from grpo.commands.command import command, command_parser
 from grpo.commands.models import find_tokenizer
 from grpo.config import config_of_models
 from grpo.data import ProblemSet, Rows, count_shared_prompts, load_rows, make_problems
-from grpo.system import ignore_broken_pipes, printable
+from grpo.system import printable
 from grpo.turns.tools import Tools
 
 NUM_PROMPTS = 3
@@ -25,7 +25,6 @@ NUM_PROMPTS = 3
 
 @command
 def main(argv: list[str]) -> None:
-    ignore_broken_pipes()
     options, overrides = command_parser("data", __doc__).parse_known_args(argv)
     config, _ = config_of_models([], options.config, overrides)
     _, tokenizer = find_tokenizer(config, config.model.name_or_path)

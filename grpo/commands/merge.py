@@ -16,12 +16,10 @@ from pathlib import Path
 from grpo.checkpoint import format as checkpoint
 from grpo.commands.command import command
 from grpo.model import is_adapter, write_merged
-from grpo.system import ignore_broken_pipes
 
 
 @command
 def main(argv: list[str]) -> None:
-    ignore_broken_pipes()
     parser = argparse.ArgumentParser(
         prog="python -m grpo.merge",
         description=__doc__,

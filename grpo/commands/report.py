@@ -9,7 +9,7 @@ from pathlib import Path
 from grpo.commands.command import command
 from grpo.report.page import build_page
 from grpo.report.read import RunData, read_run
-from grpo.system import ignore_broken_pipes, write_atomically
+from grpo.system import write_atomically
 
 RELOAD_S = 5
 """Seconds after which ``--watch`` writes a new page, and after which the open page reloads
@@ -18,7 +18,6 @@ itself."""
 
 @command
 def main(argv: list[str]) -> None:
-    ignore_broken_pipes()
     description = "Write one HTML file that shows a run or compares several."
     parser = argparse.ArgumentParser(prog="python -m grpo.report", description=description)
     add = parser.add_argument

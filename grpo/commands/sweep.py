@@ -45,7 +45,7 @@ from grpo.config import (
 from grpo.library import PAGE
 from grpo.report.read import read_run
 from grpo.run.user_functions import load_user_functions
-from grpo.system import end_with_parent, ignore_broken_pipes
+from grpo.system import end_with_parent
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,6 @@ class SweptRun:
 
 @command
 def main(argv: list[str]) -> int:
-    ignore_broken_pipes()
     # SIGTERM, from a scheduler for example, ends a sweep as Ctrl-C does: the current run saves a
     # checkpoint first.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
