@@ -192,7 +192,7 @@ def content_digests(
     digests = {}
     for name, path in model_paths.items():
         if path is not None:
-            digests |= model_digests(name, path, with_weights=True)
+            digests |= model_digests(name, path)
     for name, path in (rewards.source_files | user_files).items():
         digests[name] = file_digest(path)
     return digests

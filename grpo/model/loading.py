@@ -256,7 +256,7 @@ def check_base(adapter: str, base: str) -> None:
         return
     state = json.loads(state_file.read_text(encoding="utf-8"))
     name = state["config"]["model"]["name_or_path"]
-    digests = model_digests(name, base, with_weights=True)
+    digests = model_digests(name, base)
     for file, recorded in state["content"].items():
         # The record also has files of the tokenizer and the user's functions. A model of the Hub
         # has one entry: its name, with its commit.
@@ -367,20 +367,18 @@ def file_digest(path: str | Path) -> str:
     return sha.hexdigest()
 
 
-def model_digests(name: str, path: str, *, with_weights: bool) -> dict[str, str]:
+def model_digests(name: str, path: str) -> dict[str, str]:
     """Digests of a model's files, by ``name/<file>``. A model of the Hub has one entry, from
     ``name`` to the commit in the cache.
 
     Args:
         name: the model's name in the configuration.
         path: folder or Hub id that the name stands for.
-        with_weights: False leaves files of weights in a folder out.
     """
     digests = {}
     if os.path.isdir(path):
         for file in sorted(Path(path).iterdir()):
-            is_weights = file.suffix in WEIGHT_SUFFIXES
-            if file.suffix in MODEL_SUFFIXES and (with_weights or not is_weights):
+            if file.suffix in MODEL_SUFFIXES:
                 digests[f"{name}/{file.name}"] = file_digest(file)
     else:
         # The cached file of the newest commit lies in a folder with the name of that commit.
