@@ -28,6 +28,7 @@ from grpo.algorithm.seeding import derive_seed
 from grpo.config import Config
 from grpo.data import Rows, make_problems
 from grpo.data.tiny import is_tiny_tokenizer
+from grpo.model import Policy
 from grpo.rewards.calls import ENVIRONMENT_KEY
 from grpo.rollout import Engine, SamplingParams, Stops
 from grpo.rollout.interface import ROWS_PER_CALL
@@ -248,8 +249,7 @@ class Conversation:
 def add_to_prompt(
     group: Sequence[Conversation],
     additions: Sequence[Any],
-    tokenizer: Any,
-    check_fits_context: Callable[[int, int], None] | None = None,
+    policy: Policy,
 ) -> None:
     """Extend the prompt of a group by the text that the resets of its environments returned.
 
@@ -258,8 +258,6 @@ def add_to_prompt(
 
     Args:
         additions: the result of :meth:`Conversation.begin` for each row of the rollout.
-        check_fits_context: raises if a prompt is too long for the model's context. Default: no
-            check.
 
     Raises:
         UserError: if the resets returned different texts, or if there is no prompt at all.
@@ -292,10 +290,9 @@ def add_to_prompt(
     # The prompt is rendered and checked again, in the same way as prompts of a dataset.
     rows = Rows(f"the reset with {prompt!r:.80}", [prompt], [problem.columns])
     try:
-        problem_set = make_problems(rows, data, tokenizer, schemas_of=tools.schemas_of)
+        problem_set = make_problems(rows, data, policy.tokenizer, schemas_of=tools.schemas_of)
         (new_problem,) = problem_set.problems
-        if check_fits_context is not None:
-            check_fits_context(len(new_problem.prompt_ids), group[0].max_length)
+        policy.check_fits_context(len(new_problem.prompt_ids), group[0].max_length)
     except ValueError as error:
         for conversation in group:
             conversation.failure = str(error)
@@ -403,7 +400,7 @@ class TurnsEngine:
         futures = [tools.submit(c.row, c.begin) for c in conversations]
         additions = [future.result() for future in futures]
         for group in groups:
-            add_to_prompt(group, additions, self.policy.tokenizer, self.policy.check_fits_context)
+            add_to_prompt(group, additions, self.policy)
 
         # All calls of a row are made in the thread of its worker, one after the other.
         def reply(row: int, turn: Sequence[int]) -> Future:
