@@ -22,13 +22,14 @@ from typing import Any
 from grpo.algorithm.batch import Group
 from grpo.checkpoint.saver import Progress
 from grpo.commands.command import command, command_parser
-from grpo.commands.models import BUILTIN_ENGINE, find_tokenizer, load_engine, open_rewards
+from grpo.commands.models import BUILTIN_ENGINE, find_tokenizer, load_engine
 from grpo.config import config_of_models
 from grpo.data import Rows, make_problems
 from grpo.data.tasks import task_of
 from grpo.distributed import start_world
 from grpo.rewards import RewardRunner
 from grpo.rewards.scores import score_groups
+from grpo.run.prepare import open_rewards
 from grpo.run.records import Sampler
 from grpo.system import printable
 from grpo.turns.tools import Tools

@@ -1,7 +1,6 @@
 """Load the tools, rewards, tokenizer and engine for the commands that sample from models."""
 
 import tempfile
-from contextlib import ExitStack
 
 from transformers import PreTrainedTokenizerBase
 
@@ -9,8 +8,8 @@ from grpo.algorithm.logprobs import CompletionScorer
 from grpo.config import Config
 from grpo.distributed import World
 from grpo.model import load_policy, load_tokenizer, resolve_model
-from grpo.rewards import RewardRunner
 from grpo.rollout import BuiltinEngine, Engine, check_model
+from grpo.run.prepare import open_rewards as open_rewards
 from grpo.turns.engine import TurnsEngine
 from grpo.turns.tools import Tools
 from grpo.vllm import build_engine
@@ -18,33 +17,6 @@ from grpo.vllm import build_engine
 BUILTIN_ENGINE = ("rollout.engine=builtin", "rollout.server=start")
 """Arguments that stand before the user's arguments, so that the built-in engine is the default. The
 vLLM servers of a run may no longer exist when its model is sampled from later."""
-
-
-def open_rewards(
-    config: Config,
-    at_end: ExitStack,
-) -> tuple[Tools | None, RewardRunner]:
-    """Return the ``Tools`` of a run, which include its environments, and its ``RewardRunner``. The
-    first is None if the run has neither tools nor an environment.
-
-    ``at_end`` closes the worker processes of both objects.
-    """
-    tools = None
-    specs = config.reward.functions
-    if config.uses_turns:
-        tools = Tools(config)
-        # The callback is registered before loading, which may fail and leave a worker behind.
-        at_end.callback(tools.close)
-        # The environment may give a reward, too.
-        specs = tools.load().reward_specs(specs)
-    rewards = RewardRunner(
-        specs,
-        timeout_s=config.reward.timeout_s,
-        num_workers=config.reward.num_workers,
-        environments=tools,
-    )
-    at_end.callback(rewards.close)
-    return tools, rewards
 
 
 def find_tokenizer(config: Config, model: str) -> tuple[str, PreTrainedTokenizerBase]:

@@ -64,7 +64,7 @@ from grpo.run.signals import Signals
 from grpo.run.steps import evaluation_is_due
 from grpo.run.summary import print_summary
 from grpo.run.user_functions import UserFunctions, load_user_functions, try_advantages
-from grpo.run.user_objects import UserObjects
+from grpo.run.user_objects import NO_OBJECTS, UserObjects
 from grpo.telemetry.records import append_line, environment
 from grpo.telemetry.reporter import Reporter
 from grpo.turns.engine import TurnsEngine
@@ -86,7 +86,7 @@ class Inputs:
 def prepare(
     config: Config,
     world: World,
-    user_objects: UserObjects | None = None,
+    user_objects: UserObjects = NO_OBJECTS,
 ) -> Run | None:
     """Check the configuration and build the run; None if the run is already complete.
 
@@ -98,7 +98,7 @@ def prepare(
         ValueError: if the user made a mistake, with a message of one line.
     """
     with contextlib.ExitStack() as on_failure:
-        run = _prepare(config, world, user_objects or UserObjects(), on_failure)
+        run = _prepare(config, world, user_objects, on_failure)
         if run is not None:
             on_failure.pop_all()  # the run closes everything at its own end
     return run
@@ -275,25 +275,7 @@ def _read_inputs(
 ) -> Inputs:
     """Load the user's functions and the rows, and check that they fit each other."""
     user = load_user_functions(config)
-
-    specs = []
-    for function in config.reward.functions:
-        user_object = user_objects.rewards.get(function.name)
-        specs.append(RewardSpec(function.name, function.weight, function.args, user_object))
-    tools = None
-    if config.uses_turns:
-        tools = Tools(config, user_objects.tools)
-        on_failure.callback(tools.close)
-        # An environment may have a reward, too.
-        specs = tools.load().reward_specs(specs)
-    rewards = RewardRunner(
-        specs,
-        timeout_s=config.reward.timeout_s,
-        num_workers=config.reward.num_workers,
-        environments=tools,
-    )
-    on_failure.callback(rewards.close)
-
+    tools, rewards = open_rewards(config, on_failure, user_objects)
     load = partial(
         load_rows,
         config.data,
@@ -333,6 +315,37 @@ def _read_inputs(
         for note in rewards.notes:
             print(note)
     return Inputs(user, tools, rewards, train, evaluation)
+
+
+def open_rewards(
+    config: Config,
+    at_end: contextlib.ExitStack,
+    user_objects: UserObjects = NO_OBJECTS,
+) -> tuple[Tools | None, RewardRunner]:
+    """Return the ``Tools`` of a run, which include its environments, and its ``RewardRunner``. The
+    first is None if the run has neither tools nor an environment.
+
+    ``at_end`` closes the worker processes of both objects.
+    """
+    specs = []
+    for function in config.reward.functions:
+        user_object = user_objects.rewards.get(function.name)
+        specs.append(RewardSpec(function.name, function.weight, function.args, user_object))
+    tools = None
+    if config.uses_turns:
+        tools = Tools(config, user_objects.tools)
+        # The callback is registered before loading, which may fail and leave a worker behind.
+        at_end.callback(tools.close)
+        # An environment may have a reward, too.
+        specs = tools.load().reward_specs(specs)
+    rewards = RewardRunner(
+        specs,
+        timeout_s=config.reward.timeout_s,
+        num_workers=config.reward.num_workers,
+        environments=tools,
+    )
+    at_end.callback(rewards.close)
+    return tools, rewards
 
 
 def _find_start(

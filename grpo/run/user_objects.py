@@ -23,3 +23,7 @@ class UserObjects:
     """Rows to train on. Default: the rows of ``data.dataset``."""
     eval_rows: list[dict[str, Any]] | None = None
     """Rows to evaluate on. Default: the rows that the section ``data`` names."""
+
+
+NO_OBJECTS = UserObjects()
+"""Objects of a run that its configuration alone describes."""
