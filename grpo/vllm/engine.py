@@ -15,7 +15,6 @@ import uuid
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -23,11 +22,12 @@ from typing import Any
 import httpx
 from torch import nn
 
-from grpo.algorithm.batch import Completion, Group, Problem
+from grpo.algorithm.batch import Group, Problem
 from grpo.algorithm.seeding import derive_seed
 from grpo.distributed import World, full_trained_weights, is_sharded
 from grpo.model import Policy
 from grpo.rollout import SamplingParams, Stops
+from grpo.rollout.decode_loop import Row
 from grpo.rollout.interface import ROWS_PER_CALL, Replies, grouped
 from grpo.vllm.client import Sampled, Server, ServerError, session
 from grpo.vllm.weights import Probe, WeightsFolder
@@ -163,11 +163,8 @@ class VLLMEngine:
                 seed = derive_seed(*seed_key, problem.index, g)
                 bodies.append(_request(problem, seed, sampling, stops))
         with self.weights():
-            completions = self.wait_for(self._sample_all(bodies, stops, on_tokens, replies))
-        # Nothing is trained on greedy completions, so there is nothing to correct. The built-in
-        # engine leaves these log-probs out, too.
-        if sampling.is_greedy:
-            completions = [replace(c, sampling_logprobs=()) for c in completions]
+            rows = self.wait_for(self._sample_all(bodies, stops, on_tokens, replies))
+        completions = [row.completion(sampling) for row in rows]
         return grouped(problems, completions, stops)
 
     def dry_run(self, *_: Any) -> None:
@@ -275,26 +272,25 @@ class VLLMEngine:
         stops: Stops,
         on_tokens: Callable[[int], None] | None,
         replies: Replies | None,
-    ) -> list[Completion]:
-        """Return the completions of all requests, in order. Requests go to the servers in turn."""
+    ) -> list[Row]:
+        """Return the rows of all requests, in order. Requests go to the servers in turn."""
         in_flight = asyncio.Semaphore(max(MAX_REQUESTS // self.world.size, 1))
 
-        async def complete(row: int, body: dict[str, Any]) -> Completion:
-            """Sample the completion of a row turn by turn. It is a single turn if the enclosing
-            :meth:`generate` has no ``replies``."""
-            server = self.servers[row % len(self.servers)]
+        async def complete(number: int, body: dict[str, Any]) -> Row:
+            """Sample a row turn by turn. It is a single turn if the enclosing :meth:`generate` has
+            no ``replies``."""
+            server = self.servers[number % len(self.servers)]
             settings = body["sampling_params"]
-            ids = []
-            logprobs = []
-            loss_mask = []
+            row = Row(number, tuple(body["token_ids"]))
             while True:
+                length = len(row.tokens)
                 turn_settings = dict(settings)
-                turn_settings["max_tokens"] -= len(ids)
-                if ids:
+                turn_settings["max_tokens"] -= length
+                if length:
                     # With the seed of the first turn vLLM would draw the same numbers again.
-                    turn_settings["seed"] = derive_seed(settings["seed"], "turn", len(ids))
+                    turn_settings["seed"] = derive_seed(settings["seed"], "turn", length)
                 request = {
-                    "token_ids": body["token_ids"] + ids,
+                    "token_ids": [*row.prompt, *row.tokens],
                     "sampling_params": turn_settings,
                 }
                 async with in_flight:
@@ -306,32 +302,23 @@ class VLLMEngine:
                 # it would end in the built-in engine.
                 end = stops.first_end(sampled.ids) if stops.strings else None
                 turn = sampled.ids[:end]
-                finished = end is not None or sampled.finish_reason == "stop"
-                ids += turn
-                loss_mask += [True] * len(turn)
-                logprobs += [token.logprob for token in sampled.logprobs.content[:end]]
+                row.finished = end is not None or sampled.finish_reason == "stop"
+                row.tokens += turn
+                row.is_drawn += [True] * len(turn)
+                row.logprobs += [token.logprob for token in sampled.logprobs.content[:end]]
 
                 answer = None
                 # A turn that was cut off has used all tokens, and leaves no room for an answer.
-                if replies and finished:
+                if replies and row.finished:
                     # The thread of wait_for() calls replies(), which itself returns a future.
                     called = Future()
-                    self.calls.put((called, replies, row, turn))
+                    self.calls.put((called, replies, number, turn))
                     reply = await asyncio.wrap_future(called)
                     answer = await asyncio.wrap_future(reply)
                 if answer is None:
-                    # An empty mask says that the model sampled every token.
-                    return Completion(
-                        tuple(ids),
-                        "",
-                        finished,
-                        tuple(logprobs),
-                        loss_mask=() if all(loss_mask) else tuple(loss_mask),
-                    )
+                    return row
                 # The policy did not sample these tokens: they are context, and not trained on.
-                ids += answer
-                loss_mask += [False] * len(answer)
-                logprobs += [0.0] * len(answer)
+                row.append_answer(answer)
 
         async with session() as http:
             tasks = [asyncio.ensure_future(complete(*request)) for request in enumerate(bodies)]
