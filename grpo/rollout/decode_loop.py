@@ -36,7 +36,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from grpo.algorithm.batch import Completion
+from grpo.algorithm.batch import Completion, Group, Problem
 from grpo.attention import packing_enabled
 from grpo.model import Policy
 from grpo.rollout.draw import SamplingParams, draw_tokens
@@ -82,19 +82,39 @@ class Row:
         self.is_drawn += [False] * len(answer)
         self.turn_start = len(self.tokens)
 
-    def completion(self, sampling: SamplingParams) -> Completion:
-        """Return the completion, without its text, which the caller makes of the tokens."""
+    def completion(self, sampling: SamplingParams, stops: Stops) -> Completion:
+        """Return the completion, with its text."""
         # Empty log-probs stand for greedy decoding, which has probability 1 for each token. An
         # empty mask says that all tokens were drawn.
         logprobs = () if sampling.is_greedy else tuple(self.logprobs)
         loss_mask = () if all(self.is_drawn) else tuple(self.is_drawn)
         return Completion(
             tuple(self.tokens),
-            text="",
+            text=stops.text(self.tokens),
             finished=self.finished,
             sampling_logprobs=logprobs,
             loss_mask=loss_mask,
         )
+
+
+def grouped(
+    problems: Sequence[Problem],
+    rows: Sequence[Row],
+    sampling: SamplingParams,
+    stops: Stops,
+) -> list[Group]:
+    """Return one group of completions per problem.
+
+    ``rows`` has the rows of the first problem, then as many of the next, and so on.
+    """
+    G = sampling.num_generations
+    completions = [row.completion(sampling, stops) for row in rows]
+    groups = []
+    for p, problem in enumerate(problems):
+        first = p * G
+        group = completions[first : first + G]
+        groups.append(Group(problem, tuple(group)))
+    return groups
 
 
 class _Batch:

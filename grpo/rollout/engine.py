@@ -21,9 +21,9 @@ from grpo.algorithm.batch import Group, Problem
 from grpo.algorithm.seeding import generator
 from grpo.model import Policy
 from grpo.rollout.cuda_graphs import CUDAGraphs
-from grpo.rollout.decode_loop import Prompts, decode
+from grpo.rollout.decode_loop import Prompts, decode, grouped
 from grpo.rollout.draw import SamplingParams, draw_tokens
-from grpo.rollout.interface import ROWS_PER_CALL, Replies, grouped
+from grpo.rollout.interface import ROWS_PER_CALL, Replies
 from grpo.rollout.llama_decoder import LlamaDecoder
 from grpo.rollout.prefill import prefill
 from grpo.rollout.stops import Stops
@@ -109,8 +109,7 @@ class BuiltinEngine:
                     f"the model computes NaN under runtime.precision={self.policy.precision}: "
                     "its weights or activations are too large"
                 )
-        completions = [row.completion(sampling) for row in decoded]
-        return grouped(problems, completions, Stops(self.policy, sampling.stop))
+        return grouped(problems, decoded, sampling, Stops(self.policy, sampling.stop))
 
     def dry_run(self, prompts: Prompts, sampling: SamplingParams) -> None:
         """Allocate the peak memory of decoding one completion per prompt.

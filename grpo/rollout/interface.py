@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import replace
 from typing import Protocol
 
-from grpo.algorithm.batch import Completion, Group, Problem
+from grpo.algorithm.batch import Group, Problem
 from grpo.distributed import World
 from grpo.model import Policy
 from grpo.rollout.draw import SamplingParams
-from grpo.rollout.stops import Stops
 
 Replies = Callable[[int, Sequence[int]], "Future[Sequence[int] | None]"]
 """A function that answers a turn of the model, as a tool or an environment does.
@@ -91,22 +89,3 @@ def engine_with_weights(
         with timed, together:
             stack.enter_context(engine.weights())
         yield
-
-
-def grouped(
-    problems: Sequence[Problem],
-    completions: Sequence[Completion],
-    stops: Stops,
-) -> list[Group]:
-    """Return one group per problem, with the text of each completion.
-
-    ``completions`` has the completions of the first problem, then as many of the next, and so on.
-    """
-    G = len(completions) // max(len(problems), 1)
-    with_texts = [replace(c, text=stops.text(c.ids)) for c in completions]
-    groups = []
-    for p, problem in enumerate(problems):
-        first = p * G
-        group = with_texts[first : first + G]
-        groups.append(Group(problem, tuple(group)))
-    return groups

@@ -27,8 +27,8 @@ from grpo.algorithm.seeding import derive_seed
 from grpo.distributed import World, full_trained_weights, is_sharded
 from grpo.model import Policy
 from grpo.rollout import SamplingParams, Stops
-from grpo.rollout.decode_loop import Row
-from grpo.rollout.interface import ROWS_PER_CALL, Replies, grouped
+from grpo.rollout.decode_loop import Row, grouped
+from grpo.rollout.interface import ROWS_PER_CALL, Replies
 from grpo.vllm.client import Sampled, Server, ServerError, session
 from grpo.vllm.weights import Probe, WeightsFolder
 
@@ -164,8 +164,7 @@ class VLLMEngine:
                 bodies.append(_request(problem, seed, sampling, stops))
         with self.weights():
             rows = self.wait_for(self._sample_all(bodies, stops, on_tokens, replies))
-        completions = [row.completion(sampling) for row in rows]
-        return grouped(problems, completions, stops)
+        return grouped(problems, rows, sampling, stops)
 
     def dry_run(self, *_: Any) -> None:
         """Do nothing. Sampling takes memory of the servers alone, which limit it themselves."""
