@@ -80,9 +80,7 @@ def load_engine(
             policy,
             path=path,
             root=policy.model,
-            # The limit of prompts may be far above the model's context, and vLLM refuses such a
-            # length.
-            longest=min(max_row_length, policy.context_length or max_row_length),
+            longest=max_row_length,
             # The weights do not change here, so no probe is needed to show that the servers have
             # new weights.
             probe_ids=(),

@@ -457,14 +457,13 @@ def _build_engine(
         config.rollout.max_completion_length,
         eval_sampling(config).max_completion_length,
     )
-    longest = config.data.max_prompt_length + max_completion
     return build_engine(
         config,
         world,
         models.policy,
         path=path,
         root=models.scorer,
-        longest=min(longest, models.policy.context_length or longest),
+        longest=config.data.max_prompt_length + max_completion,
         probe_ids=probe_ids,
         folder=config.output_dir,
     )

@@ -58,6 +58,9 @@ def build_engine(
         # If the start fails, the other ranks must not wait for the address.
         with world.fail_together():
             if world.is_main and settings.addresses is None:
+                # The limit of prompts may be far above the model's context, and vLLM refuses such a
+                # length.
+                longest = min(longest, policy.context_length or longest)
                 started = start_server(
                     config, world, policy, path, longest, Path(folder), on_failure
                 )
