@@ -118,7 +118,7 @@ def keys_without_effect(config: Config) -> dict[str, str]:
             "data.config_name",
         ),
         (
-            not config.tools and not config.environment,
+            not config.uses_turns,
             "without tools or environment",
             "tools_format rollout.max_turns rollout.max_tool_tokens",
         ),
