@@ -6,4 +6,4 @@ import sys
 from grpo.commands.merge import main
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -2,6 +2,7 @@
 
 import argparse
 import functools
+import sys
 from collections.abc import Callable
 
 from grpo.config import KEYS_EPILOG
@@ -28,15 +29,18 @@ def command_parser(name: str, description: str) -> argparse.ArgumentParser:
     return parser
 
 
-def command(main: Callable[[list[str]], int | None]) -> Callable[[list[str]], int]:
-    """Decorate ``main(argv)`` so that it returns an exit code and prints a user's mistake.
+def command(main: Callable[[list[str]], int | None]) -> Callable[..., int]:
+    """Decorate ``main(argv)`` so that it returns an exit code and prints a user's mistake. The
+    default of ``argv`` is the command line of this process.
 
     A ``ValueError`` or ``OSError`` is printed without a traceback, and the exit code is 2. The
     command goes on if nobody reads its output any more.
     """
 
     @functools.wraps(main)
-    def run(argv: list[str]) -> int:
+    def run(argv: list[str] | None = None) -> int:
+        if argv is None:
+            argv = sys.argv[1:]
         try:
             ignore_broken_pipes()
             return main(argv) or 0
