@@ -424,8 +424,6 @@ def _tokenize(
     evaluation = ProblemSet([])
     if inputs.evaluation is not None:
         evaluation = make(inputs.evaluation)
-    # If all prompts of the split were too long, there is no problem left.
-    if evaluation.problems:
         check_eval_context(config, path, evaluation.problems)
     return tokenizer, train, evaluation
 
