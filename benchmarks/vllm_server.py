@@ -18,11 +18,11 @@ class ForcedLengths(VLLMEngine):
     """Completion g of problem u ends at ``lengths_UG[u, g]`` and nowhere else. The problems are
     those of all ``u``, in order."""
 
-    def _sample_all(self, bodies, *args):
+    def _sample_all(self, requests, *args):
         lengths = self.lengths_UG.flatten().tolist()
-        for body, length in zip(bodies, lengths, strict=True):
-            body["sampling_params"] |= {"max_tokens": length, "stop_token_ids": []}
-        return super()._sample_all(bodies, *args)
+        for (_, settings), length in zip(requests, lengths, strict=True):
+            settings.update(max_tokens=length, stop_token_ids=[])
+        return super()._sample_all(requests, *args)
 
 
 class Served:

@@ -157,13 +157,14 @@ class VLLMEngine:
                 f"vLLM samples at temperatures of {MIN_TEMPERATURE} or above, or greedily at 0"
             )
         stops = Stops(self.policy, sampling.stop)
-        bodies = []
+        requests = []
         for problem in problems:
             for g in range(sampling.num_generations):
                 seed = derive_seed(*seed_key, problem.index, g)
-                bodies.append(_request(problem, seed, sampling, stops))
+                row = Row(len(requests), problem.prompt_ids)
+                requests.append((row, _settings(seed, sampling, stops)))
         with self.weights():
-            rows = self.wait_for(self._sample_all(bodies, stops, on_tokens, replies))
+            rows = self.wait_for(self._sample_all(requests, stops, on_tokens, replies))
         return grouped(problems, rows, sampling, stops)
 
     def dry_run(self, *_: Any) -> None:
@@ -267,20 +268,19 @@ class VLLMEngine:
 
     async def _sample_all(
         self,
-        bodies: Sequence[dict[str, Any]],
+        requests: Sequence[tuple[Row, dict[str, Any]]],
         stops: Stops,
         on_tokens: Callable[[int], None] | None,
         replies: Replies | None,
     ) -> list[Row]:
-        """Return the rows of all requests, in order. Requests go to the servers in turn."""
+        """Sample all rows, each with its settings, and return them. Rows go to the servers in
+        turn."""
         in_flight = asyncio.Semaphore(max(MAX_REQUESTS // self.world.size, 1))
 
-        async def complete(number: int, body: dict[str, Any]) -> Row:
+        async def complete(row: Row, settings: dict[str, Any]) -> Row:
             """Sample a row turn by turn. It is a single turn if the enclosing :meth:`generate` has
             no ``replies``."""
-            server = self.servers[number % len(self.servers)]
-            settings = body["sampling_params"]
-            row = Row(number, tuple(body["token_ids"]))
+            server = self.servers[row.number % len(self.servers)]
             while True:
                 length = len(row.tokens)
                 turn_settings = dict(settings)
@@ -311,7 +311,7 @@ class VLLMEngine:
                 if replies and row.finished:
                     # The thread of wait_for() calls replies(), which itself returns a future.
                     called = Future()
-                    self.calls.put((called, replies, number, turn))
+                    self.calls.put((called, replies, row.number, turn))
                     reply = await asyncio.wrap_future(called)
                     answer = await asyncio.wrap_future(reply)
                 if answer is None:
@@ -320,7 +320,7 @@ class VLLMEngine:
                 row.append_answer(answer)
 
         async with session() as http:
-            tasks = [asyncio.ensure_future(complete(*request)) for request in enumerate(bodies)]
+            tasks = [asyncio.ensure_future(complete(*request)) for request in requests]
             try:
                 return await asyncio.gather(*tasks)
             finally:
@@ -363,14 +363,13 @@ class VLLMEngine:
         return sampled
 
 
-def _request(
-    problem: Problem,
+def _settings(
     seed: int,
     sampling: SamplingParams,
     stops: Stops,
 ) -> dict[str, Any]:
-    """Return the body of the request for one completion."""
-    settings = {
+    """Return vLLM's sampling settings of one completion."""
+    return {
         "max_tokens": sampling.max_completion_length,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
@@ -392,4 +391,3 @@ def _request(
         # 0 asks for the log-prob of each sampled token, and for no alternatives.
         "logprobs": 0,
     }
-    return {"token_ids": list(problem.prompt_ids), "sampling_params": settings}
