@@ -10,7 +10,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -147,20 +146,21 @@ def add_completions(groups: Sequence[Group], metrics: Accumulator) -> None:
 
 
 def report_completions(run: Run, step: Step) -> None:
-    """Write a few completions of the main rank to a file, if the step is due for it."""
-    number = run.progress.step
-    is_due = run.config.logging.log_completions and run.log.reporter.is_due(number)
-    # Under FSDP all ranks score: a forward pass is a collective.
-    if is_due and (run.world.is_main or run.learner.is_sharded):
-        run.log.reporter.completions(number, logged_completions(run, step))
+    """Write ``log_completions`` completions of the main rank to a file, if the step is due for it.
 
-
-def logged_completions(run: Run, step: Step) -> list[dict[str, Any]]:
-    """Return records of ``log_completions`` completions, scored by the new weights. A problem has
-    two records, or more if the step has too few problems."""
+    The new weights score the completions. A problem has two records, or more if the step has too
+    few problems.
+    """
     world = run.world
     learner = run.learner
+    reporter = run.log.reporter
+    number = run.progress.step
     num_completions = run.config.logging.log_completions
+    # Under FSDP all ranks score: a forward pass is a collective.
+    scores_here = world.is_main or learner.is_sharded
+    if not (num_completions and reporter.is_due(number) and scores_here):
+        return
+
     P = len(step.groups)
     G = len(step.batch) // P
     # Two completions of a problem can be compared with each other.
@@ -173,19 +173,20 @@ def logged_completions(run: Run, step: Step) -> list[dict[str, Any]]:
     batch = replace(step.batch, old_logprobs_BT=step.reported_old_BT, is_computed_B=None)
     rows = batch.select(torch.tensor(indices))
     updated_BT = batch_logprobs(learner, learner.bare_scorer, rows)
-    return sample_records(
+    records = sample_records(
         step.groups,
         world.local_rows(step.values_PGF),
         world.local_rows(step.rewards_PG),
         step.batch.advantages_B.view(P, G).cpu(),
         names=run.tasks.rewards.names,
         rows=pairs,
-        step=run.progress.step,
+        step=number,
         logprobs_BT=rows.old_logprobs_BT,
         updated_logprobs_BT=updated_BT,
         ref_logprobs_BT=rows.ref_logprobs_BT,
         decode=learner.policy.tokenizer.decode,
     )
+    reporter.completions(number, records)
 
 
 def _mean(values: Tensor) -> float:
