@@ -26,7 +26,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from grpo.commands.command import command_parser
-from grpo.commands.models import BUILTIN_ENGINE, find_tokenizer, load_engine, open_rewards
+from grpo.commands.models import BUILTIN_ENGINE, find_tokenizer, load_engine
 from grpo.config import Config, config_of_models
 from grpo.data import Rows, load_rows, make_problems
 from grpo.distributed import OtherRankFailed, World, start_world
@@ -35,6 +35,7 @@ from grpo.evaluation.grading import Grader, check_reward_names, correctness_note
 from grpo.rewards import RewardRunner
 from grpo.rewards.code import check_rows
 from grpo.rollout import engine_with_weights, split_stop
+from grpo.run.prepare import open_rewards
 from grpo.system import ignore_broken_pipes, write_atomically
 from grpo.telemetry.records import json_safe
 from grpo.telemetry.terminal import exit_with_user_error
@@ -235,5 +236,5 @@ def write_json(
         content["models"].append({"model": model, "metrics": metrics, "problems": problems})
     # Values that JSON does not have, such as bytes and dates, are written as text: the column of
     # answers may hold them if only the user's rewards read it.
-    text = json.dumps(json_safe(content), ensure_ascii=False, indent=1, default=str)
+    text = json.dumps(json_safe(content, default=str), ensure_ascii=False, indent=1)
     write_atomically(output, text + "\n")

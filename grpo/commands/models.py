@@ -9,7 +9,6 @@ from grpo.config import Config
 from grpo.distributed import World
 from grpo.model import load_policy, load_tokenizer, resolve_model
 from grpo.rollout import BuiltinEngine, Engine, check_model
-from grpo.run.prepare import open_rewards as open_rewards
 from grpo.turns.engine import TurnsEngine
 from grpo.turns.tools import Tools
 from grpo.vllm import build_engine

@@ -9,6 +9,7 @@ import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -82,10 +83,14 @@ def computed(metrics: dict[str, Any]) -> dict[str, Any]:
     return numbers
 
 
-def json_safe(value: Any) -> Any:
-    """Return a copy of a value in the types of JSON: None in place of NaN and infinity, which JSON
-    does not have, and text in place of other types, such as bytes and dates."""
-    text = json.dumps(value, default=str)
+def json_safe(value: Any, default: Callable | None = None) -> Any:
+    """Return a copy of a value with None in place of NaN and infinity, which JSON does not have.
+
+    Args:
+        default: function that converts an object of another type, such as bytes or a date. Default:
+            such an object is a TypeError.
+    """
+    text = json.dumps(value, default=default)
     return json.loads(text, parse_constant=lambda name: None)
 
 
