@@ -1,8 +1,8 @@
 # %% [markdown]
 # # A whole GRPO trainer from the parts
 # Without configuration, checkpoints or ranks. 30 steps of the tiny model take half a minute, once
-# it is built. `MODEL` may be any chat model: for "HuggingFaceTB/SmolLM2-135M-Instruct" a learning rate
-# of 2e-5 is right.
+# it is built. `MODEL` may be any chat model: for "HuggingFaceTB/SmolLM2-135M-Instruct" a learning
+# rate of 2e-5 is right.
 
 # %%
 import re
