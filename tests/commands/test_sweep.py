@@ -78,7 +78,8 @@ def write_run(run, rewards):
     (run.folder / "config.yaml").write_text(yaml.safe_dump(run.config.masked_values()))
     lines = [{"step": 0, "eval/greedy_accuracy": 0.0}]
     for step, reward in enumerate(rewards, 1):
-        lines.append({"step": step, "reward": reward, "kl": None, "logged/mine": 2 * reward})
+        user_metrics = {"logged/mine": 2 * reward, "own/mine": 3 * reward}
+        lines.append({"step": step, "reward": reward, "kl": None, **user_metrics})
     lines[-1]["eval/greedy_accuracy"] = rewards[-1]
     (run.folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
@@ -118,7 +119,8 @@ def test_the_table_has_the_difference_to_the_base_with_the_same_seeds(tmp_path, 
         ["reward", "base", "4", "16 ± 21", ""],
         ["reward", "scale=none", "3", "13 ± 27", "+2 ± 2.5"],
     ]
-    assert [row[0] for row in table[2::2]] == ["eval/greedy_accuracy", "reward", "logged/mine"]
+    metrics = ["eval/greedy_accuracy", "reward", "logged/mine", "own/mine"]
+    assert [row[0] for row in table[2::2]] == metrics
     row = (
         pandas.read_csv(tmp_path / "sweep.csv")
         .set_index(["metric", "variant"])

@@ -32,6 +32,7 @@ FILES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
     *sorted((ROOT / "docs").glob("*.md")),
+    ROOT / "benchmarks" / "README.md",
 ]
 
 CUTS = (
@@ -106,7 +107,7 @@ def cut(command: str) -> str:
     }.items():
         command = command.replace(old, new)
     if "benchmarks/" in command:
-        program = re.match(r"(python \S+)", command)[0]
+        program = re.search(r"python \S+", command)[0]
         options = " ".join(re.findall(r"--[\w-]+", command))
         return f'help="$({program} --help)"; for option in {options}; do grep -q -- "$option" <<< "$help"; done'
     data = " data.dataset=train.jsonl data.config_name=null" if "gsm8k" in command else ""
@@ -203,7 +204,7 @@ def execute(tree: Path, together: list[str], **variables: str) -> None:
         )
         and path not in RECIPES
     ],
-    ids=lambda path: path.name,
+    ids=lambda path: str(path.relative_to(ROOT)),
 )
 def test_every_command_works(tree, path):
     for name, setting in (("tiny_arithmetic", ""), ("dr_grpo", " algorithm.name=dr_grpo")):
