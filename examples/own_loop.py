@@ -1,7 +1,7 @@
 # %% [markdown]
 # # A whole GRPO trainer from the parts
-# Without configuration, checkpoints or ranks. 30 steps of the tiny model take half a minute, once
-# it is built. `MODEL` may be any chat model: for "HuggingFaceTB/SmolLM2-135M-Instruct" a learning
+# Without configuration, checkpoints or ranks. 30 steps of the tiny model take seconds, once it is
+# built. `MODEL` may be any chat model: for "HuggingFaceTB/SmolLM2-135M-Instruct" a learning
 # rate of 2e-5 is right.
 
 # %%
@@ -18,6 +18,7 @@ from grpo.data.tiny import build_tiny_model
 from grpo.model import load_policy, load_tokenizer
 from grpo.rollout import BuiltinEngine, SamplingParams, check_model
 
+# Suffixes: P problems, G completions of each, B = P * G rows, T tokens.
 MODEL = str(build_tiny_model("arithmetic"))
 LEARNING_RATE = 2e-4
 STEPS = 30
@@ -45,19 +46,20 @@ sampling = SamplingParams(num_generations=G, max_completion_length=64)
 problems = []
 rows = load_task("arithmetic").rows("train", seed=0, count=STEPS * P)
 for index, row in enumerate(rows):
-    chat = [{"role": "user", "content": row["prompt"]}]
+    prompt = row["prompt"]
+    chat = [{"role": "user", "content": prompt}]
     ids = tokenizer.apply_chat_template(
         chat,
         add_generation_prompt=True,
         return_dict=False,
     )
     columns = {"answer": row["answer"]}
-    problem = Problem(index, row["prompt"], tuple(ids), columns)
+    problem = Problem(index, prompt, tuple(ids), columns)
     problems.append(problem)
 
 # %%
 for step in range(STEPS):
-    # A completion depends on the weights, the seed, the step and the problem alone.
+    # The random numbers follow from this key (seed, purpose, step) and the problem alone.
     start = step * P
     problems_of_step = problems[start : start + P]
     groups = engine.generate(problems_of_step, sampling, seed_key=(0, "rollout", step))

@@ -66,6 +66,8 @@ def main(argv: list[str]) -> int:
             print(
                 f"config    {run_file}, of the run; --config FILE or section.key=value changes it"
             )
+        if not options.model and world.is_main:
+            print("note: this evaluates the model that training starts from; --model names another")
         output = options.output or Path(config.output_dir) / "evaluation.json"
         models = options.model or [config.model.name_or_path]
         run(config, models, output, world)
@@ -117,8 +119,9 @@ def run(config: Config, models: list[str], output: Path, world: World) -> list[E
             print_report(model, evaluation)
         if note := correctness_note(config.eval, rewards.names):
             print(note)
+        is_replaced = output.exists()
         write_json(config, models, evaluations, output)
-        print(f"written   {output}")
+        print(f"written   {output}" + ", in place of an older file" * is_replaced)
     return evaluations
 
 

@@ -18,7 +18,7 @@ def show_step(run: Run, step: Step) -> None:
     """
     show = run.log.reporter.print
     batch = step.batch
-    show(f"\n--- step {step.number} ---")
+    show(f"\n--- step {step.number + 1} ---")
     for name, tensor in vars(batch).items():
         if isinstance(tensor, Tensor):
             shape = tuple(tensor.shape)

@@ -40,6 +40,7 @@ def print_summary(
     rollout = config.rollout
     algorithm = config.algorithm
     model = run.learner.policy.model
+    save_steps = config.checkpoint.save_steps or "none"
     eval_problems = run.tasks.eval_problems
     millions = num_parameters(model) / 1e6
     trained = num_parameters(model, trained=True) / 1e6
@@ -49,11 +50,11 @@ def print_summary(
         f"them trained; {config.runtime.precision} on {run.world.device.type}",
         f"step      {rollout.prompts_per_step} problems x {rollout.num_generations} completions, "
         f"{run.world.size} rank(s), {algorithm.updates_per_step} update(s); "
-        f"{run.max_steps} steps, {run.tasks.schedule.steps_per_epoch} to an epoch",
+        f"{run.max_steps} steps; an epoch has {run.tasks.schedule.steps_per_epoch}",
         f"algorithm {algorithm.name}: {algorithm.advantages or built_in}; {algorithm.objective}, "
         f"{algorithm.aggregation}, beta {algorithm.beta:g}, sampler correction "
         f"{algorithm.sampler_correction}",
-        f"output    {config.output_dir}, checkpoint.save_steps={config.checkpoint.save_steps}; "
+        f"output    {config.output_dir}, checkpoint.save_steps={save_steps}; "
         f"{how_to_continue(config)}",
         data_line(config.data, train, evaluation, len(eval_problems)),
         *train.notes,

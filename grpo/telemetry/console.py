@@ -32,6 +32,9 @@ def console_line(metrics: dict[str, Any], max_steps: int) -> str:
         if name.startswith("rewards/") and name.endswith("/mean"):
             function = name.split("/")[1]
             columns.append((name, function, "{:.3f}"))
+        elif name.endswith("/errors") and metrics[name]:
+            # A completion without a score is left out of the mean above.
+            columns.append((name, "errors", "{:.0f}"))
     columns.extend(STEP_COLUMNS)
 
     step = metrics["step"]

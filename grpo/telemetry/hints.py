@@ -56,9 +56,10 @@ HINT_RULES = (
         "entropy",
         "entropy",
         (
-            "the entropy is {mean:.3f}: the completions of a prompt become identical, as they do "
-            "once it is learned, and then give no gradient. If the accuracy should still rise, set "
-            "algorithm.epsilon_high=0.28, lower optim.learning_rate, or raise algorithm.beta"
+            "the entropy is {mean:.4f}: the completions of a prompt become identical, as they do "
+            "once it is learned, and then give no gradient. If the accuracy should still rise, "
+            "lower optim.learning_rate, raise algorithm.beta, or, with several updates per "
+            "rollout, set algorithm.epsilon_high=0.28"
         ),
         below=0.02,
     ),

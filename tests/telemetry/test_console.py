@@ -22,7 +22,7 @@ def test_libraries_print_nothing_and_the_run_starts_with_a_summary(tmp_path, ran
     shown = done.stdout
     assert "6 problems x 4 completions, 2 rank(s), 1 update(s); 1 steps" in shown
     assert (
-        f"{tmp_path}/run, checkpoint.save_steps=None; the same command or call continues from there"
+        f"{tmp_path}/run, checkpoint.save_steps=none; the same command or call continues from there"
         in shown
     )
 
@@ -38,6 +38,9 @@ def test_the_line_of_a_step():
     }
     line = "step   3/150  reward 1.500  accuracy 0.250  seconds 2.00  kl 0.0100  entropy 0.500  left 04:54"
     assert console_line(metrics, 150) == line
+    # A completion that a reward failed on is not in its mean.
+    metrics |= {"rewards/accuracy/errors": 15, "rewards/format/errors": 0}
+    assert "accuracy 0.250  errors 15  seconds" in console_line(metrics, 150)
 
 
 def test_the_table_of_evaluations_shows_what_was_computed():
