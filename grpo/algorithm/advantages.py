@@ -234,7 +234,8 @@ def call_user_advantages(
     advantages_PG = advantages_PG.masked_fill(rewards_PG.isnan(), 0.0)
     if not advantages_PG.isfinite().all():
         raise ValueError(
-            f"algorithm.advantages must return finite numbers, got {advantages_PG.tolist()}"
+            f"algorithm.advantages must return finite numbers, got {advantages_PG.tolist()} for "
+            f"the rewards {rewards_PG.tolist()}"
         )
     return advantages_PG, own_metrics(metrics)
 

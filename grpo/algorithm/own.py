@@ -29,22 +29,32 @@ def call_own(
     Returns:
         The value that the function returned, and its metrics: ``{}`` if it returned no tuple
         ``(value, metrics)``.
+
+    Raises:
+        ValueError: if there is no argument of a name. Parameters of its own stand after ``*``.
     """
     # The function may change its arguments. The metrics report the originals.
-    known = {**in_order, **by_name}
+    known = {**by_name, **in_order}
     for name, value in known.items():
         if isinstance(value, Tensor):
             known[name] = value.clone()
 
-    names = list(inspect.signature(function).parameters)
+    parameters = list(inspect.signature(function).parameters.values())
     positional = []
-    if names and names[0] not in known:
-        positional = [known.pop(name) for name in in_order]
+    if parameters and parameters[0].name not in known:
+        positional = list(in_order)
     keywords = {}
-    for name in names:
+    for parameter in parameters[len(positional) :]:
+        name = parameter.name
         if name in known:
             keywords[name] = known[name]
-    returned = function(*positional, **keywords)
+        # A misspelt name with a default would switch a part of the function off without a word.
+        elif parameter.kind == parameter.POSITIONAL_OR_KEYWORD:
+            raise ValueError(
+                f"there is no argument {name!r}: a function may ask for {', '.join(known)}; "
+                "parameters of its own stand after *"
+            )
+    returned = function(*[known[name] for name in positional], **keywords)
     if not isinstance(returned, tuple):
         return returned, {}
     value, metrics = returned

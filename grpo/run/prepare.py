@@ -285,7 +285,7 @@ def _read_inputs(
     train = load(train=True, table=user_objects.train_rows)
     evaluation = load(train=False, table=user_objects.eval_rows)
     check_enough(len(train.prompts), config.rollout.prompts_per_step)
-    try_advantages(config, user, train.columns)
+    try_advantages(config, user, train.columns[0], rewards.names)
     # A reward that lacks a column, or cannot read an answer, would fail in the first step.
     splits = [train] if evaluation is None else [train, evaluation]
     for rows in splits:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,11 +60,18 @@ def load_user_functions(config: Config) -> UserFunctions:
     return UserFunctions(objective, advantages, files)
 
 
-def try_advantages(config: Config, user: UserFunctions, columns: Sequence[Mapping]) -> None:
-    """Call the user's advantages on two groups of different rewards.
+def try_advantages(
+    config: Config,
+    user: UserFunctions,
+    columns: Mapping[str, Any],
+    names: Sequence[str],
+) -> None:
+    """Call the user's advantages on two groups: one of the rewards 0, 1, 0, 1 and so on, and one of
+    equal rewards, as they occur in every run.
 
     Args:
-        columns: the columns of the rows. Both groups get those of the first row.
+        columns: the columns of a row.
+        names: names of the reward functions.
 
     Raises:
         ValueError: if the user made a mistake, with a message of one line.
@@ -72,15 +79,13 @@ def try_advantages(config: Config, user: UserFunctions, columns: Sequence[Mappin
     if user.advantages is None:
         return
     G = config.rollout.num_generations
-    num_functions = len(config.reward.functions)
-    F = max(num_functions, 1)
-    numbers_PG = torch.arange(2 * G).view(2, G)
-    rewards_PG = numbers_PG.float()
+    F = len(names)
+    numbers_G = torch.arange(G)
+    mixed_G = numbers_G % 2.0
+    rewards_PG = torch.stack([mixed_G, torch.ones(G)])
     values_PGF = rewards_PG[..., None].expand(2, G, F)
-    lengths_PG = numbers_PG + 1
-    # There may be one row only.
-    columns_of_groups = [columns[0], columns[0]]
-    by_name = _named(user.advantages, lengths_PG, columns_of_groups)
+    lengths_PG = torch.stack([numbers_G + 1, numbers_G + 2])
+    by_name = _named(names, values_PGF, lengths_PG, [columns, columns])
     name = config.algorithm.advantages
     with _described("algorithm.advantages", name, user.source_files):
         call_user_advantages(user.advantages, rewards_PG, values_PGF, by_name)
@@ -113,18 +118,26 @@ def own_advantages(
         columns.extend(rows)
 
     function = run.learner.user_advantages
-    by_name = _named(function, lengths_PG, columns)
+    by_name = _named(run.tasks.rewards.names, values_PGF, lengths_PG, columns)
     advantages_PG, metrics = call_user_advantages(function, rewards_PG, values_PGF, by_name)
     step.metrics.add_all(metrics)
     return advantages_PG
 
 
-def _named(function: Callable, lengths_PG: Tensor, columns: Sequence[Mapping]) -> dict[str, Any]:
-    """Return what a user's advantages get if they name it: lengths, and columns as lists."""
-    by_name = {"lengths_PG": lengths_PG}
+def _named(
+    names: Sequence[str],
+    values_PGF: Tensor,
+    lengths_PG: Tensor,
+    columns: Sequence[Mapping[str, Any]],
+) -> dict[str, Any]:
+    """Return what a user's advantages get if they name it: columns of the rows as lists, values of
+    the reward functions, and lengths."""
+    by_name = {}
     for name in columns[0]:
-        if name in named_arguments(function):
-            by_name[name] = [row[name] for row in columns]
+        by_name[name] = [row[name] for row in columns]
+    for f, name in enumerate(names):
+        by_name[name] = values_PGF[..., f]
+    by_name["lengths_PG"] = lengths_PG
     return by_name
 
 
@@ -151,17 +164,19 @@ def _load(key: str, name: str, files: dict[str, str]) -> Any:
 
 def _try_objective(function: UserObjective) -> None:
     """Check the loss and its gradient on rows of 2, 1 and 0 tokens, with ratios above, below and at
-    1.
+    1. In the second row the policy is the old one and the reference, so that no trust region of a
+    loss leaves it out.
 
     In other micro-batches a row has other neighbours and more padding. Loss and gradient must not
     depend on this.
 
     Raises:
-        ValueError: if loss or gradient depend on other rows or on padding, or are not finite.
+        ValueError: if loss or gradient depend on other rows or on padding, or are not finite, or if
+            there is no gradient.
     """
     logprobs_BT = torch.tensor([[-1.1, -2.2], [-1.0, 0.0], [0.0, 0.0]], requires_grad=True)
     old_logprobs_BT = torch.tensor([[-1.2, -2.0], [-1.0, 0.0], [0.0, 0.0]])
-    ref_logprobs_BT = torch.tensor([[-1.4, -1.9], [-0.5, 0.0], [0.0, 0.0]])
+    ref_logprobs_BT = torch.tensor([[-1.4, -1.9], [-1.0, 0.0], [0.0, 0.0]])
     advantages_B = torch.tensor([1.0, -1.0, 2.0])
 
     mask_BT = old_logprobs_BT < 0
@@ -186,6 +201,8 @@ def _try_objective(function: UserObjective) -> None:
     all_rows = slice(3)
     loss = loss_of(all_rows)
     (gradient_BT,) = torch.autograd.grad(loss, logprobs_BT)
+    if not gradient_BT.any():
+        raise ValueError("the loss has no gradient")
     row_by_row = torch.zeros(())
     for b in range(3):
         row = slice(b, b + 1)

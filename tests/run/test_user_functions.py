@@ -34,6 +34,12 @@ def clip_and_kl(logprobs_BT, mask_BT, ratio_BT, A_B1, bounds, ref_logprobs_BT):
 def typo(logprobs_BT, ratio_BT, A_B1, mask_BT, bounds, ref_logprob_BT):
     return -ratio_BT * A_B1
 
+def silent_typo(ratio_BT, A_B1, ref_logprob_BT=None):
+    return -ratio_BT * A_B1
+
+def detached(ratio_BT, A_B1):
+    return -ratio_BT.detach() * A_B1
+
 def per_row(logprobs_BT, ratio_BT, A_B1, mask_BT, bounds):
     return clip(logprobs_BT, ratio_BT, A_B1, mask_BT, bounds).sum(dim=1)
 
@@ -76,8 +82,10 @@ constant = 3
         ),
         ("objective", "gradient_of_the_mean", "that of a row depends on the other rows"),
         ("objective", "largest_advantage", "that of a row depends on the other rows"),
-        ("objective", "typo", "required positional argument: 'ref_logprob_BT'"),
-        ("objective", "fails", r"\(line 43\) raised KeyError: 'a'"),
+        ("objective", "typo", "no argument 'ref_logprob_BT': .* may ask for old_logprobs_BT, ref"),
+        ("objective", "silent_typo", "there is no argument 'ref_logprob_BT'"),
+        ("objective", "detached", "the loss has no gradient"),
+        ("objective", "fails", r"\(line 49\) raised KeyError: 'a'"),
         ("objective", "missing", "there is no function of that name"),
         ("objective", "constant", "there is no function of that name"),
     ],
@@ -148,8 +156,8 @@ def test_a_function_gets_what_it_names():
         values_B = torch.tensor([4.0, math.nan])
         return -ratio_BT * A_B1, {"old": old_logprobs_BT.add_(1), "rows": values_B, "number": 7}
 
-    def by_position(logprobs, ratio, A, mask, bounds, lengths_B):
-        return -ratio * A * lengths_B[:, None] / lengths_B[:, None]
+    def by_position(logprobs, ratio, A, mask, bounds, lengths_B, *, scale=2.0):
+        return -ratio * A * lengths_B[:, None] / lengths_B[:, None] * scale
 
     A_B = torch.tensor([1.0, -1.0])
     options = dict(ref_logprobs_BT=ref_BT, sampling_logprobs_BT=sampling_BT)
@@ -193,13 +201,31 @@ def test_the_example_with_lengths_and_a_reference_by_hand():
 
 
 def test_advantages_are_tried_on_columns_of_the_rows(tmp_path):
+    """And on values of each reward function, by its name: 0 and 1, and a group of equal rewards."""
     file = tmp_path / "mine.py"
-    file.write_text("def mine(rewards_PG, solution):\n    return rewards_PG / len(solution)\n")
-    config = make_config({"algorithm.advantages": f"{file}:mine"})
-    user = load_user_functions(config)
-    try_advantages(config, user, [{"solution": 1}, {"solution": 2}])
-    with pytest.raises(ValueError, match=r"advantages=.*missing 1 required .*'solution'"):
-        try_advantages(config, user, [{"answer": 1}, {"answer": 2}])
+    file.write_text(
+        "def columns(rewards_PG, solution):\n    return rewards_PG / len(solution)\n"
+        "def difficulty(rewards_PG, accuracy):\n"
+        "    p_P1 = accuracy.mean(dim=1, keepdim=True)\n"
+        "    return rewards_PG * (p_P1 * (1 - p_P1)).sqrt()\n"
+        "def no_eps(rewards_PG):\n"
+        "    centred_PG = rewards_PG - rewards_PG.mean(dim=1, keepdim=True)\n"
+        "    return centred_PG / rewards_PG.std(dim=1, keepdim=True)\n"
+    )
+
+    def try_function(name, **columns):
+        config = make_config({"algorithm.advantages": f"{file}:{name}"})
+        try_advantages(config, load_user_functions(config), columns, ["accuracy", "format"])
+
+    try_function("columns", solution=1)
+    try_function("difficulty")
+    words = (
+        "no argument 'solution': .* may ask for answer, accuracy, format, lengths_PG, rewards_PG"
+    )
+    with pytest.raises(ValueError, match=f"advantages=.*{words}"):
+        try_function("columns", answer=1)
+    with pytest.raises(ValueError, match=r"finite numbers, got .*nan.* for the rewards .*1.0, 1.0"):
+        try_function("no_eps")
 
 
 @pytest.mark.slow
