@@ -48,13 +48,12 @@ COMPARABLE = """
 """
 """Settings of TRL whose values mean the same under a key of another name."""
 NOTES = {
-    "model_init_kwargs": "weights that are trained are fp32, as in TRL",
+    "disable_dropout": "leave it true: most models have no dropout, and false is slower",
     "num_generations_eval": "sampled at `eval.temperature`, beside one greedy completion",
     "vllm_server_timeout": "a third of it, 600 s; in TRL 240",
     "vllm_group_port": "the weights go through files",
     "vllm_gpu_memory_utilization": "TRL's 0.3 is written `--gpu-memory-utilization 0.3`",
     "epsilon_high": "for `cispo` subtract 1 from TRL's value, which is the cap itself",
-    "scale_rewards": "TRL's True is `group`, False is `none`",
     "loss_type": "[more](from_trl.md#what-behaves-differently)",
     "mask_truncated_completions": "the [average](from_trl.md#what-behaves-differently) differs",
     "ref_model_sync_steps": "counts rollouts, in TRL updates; 0 is off, as without `sync_ref_model`",
@@ -63,6 +62,10 @@ NOTES = {
     "vllm_importance_sampling_mode": "with vLLM `token_truncate` unless it is set",
     "log_completions": "a number of completions",
     "max_steps": "counts rollouts, in TRL updates",
+    "save_steps": "counts rollouts, in TRL updates; no fractions",
+    "save_total_limit": "a large number keeps all",
+    "metric_for_best_model": "an `eval/...` metric; none is the weighted sum of the rewards",
+    "beta": "0 with each preset but `grpo`",
     "lr_scheduler_kwargs": "of `cosine_with_min_lr`; the other schedules take no arguments",
     "bf16": "bf16 is the default on both sides",
     "load_best_model_at_end": "kept and named; the run ends with the weights of the last step",

@@ -21,7 +21,7 @@ OTHER_NAMES = {
     "max_new_tokens": "rollout.max_completion_length",
     "max_tool_calling_iterations": "rollout.max_turns, which counts the model's turns: one more",
     "rollout_func": "environment, a class whose methods are tools, or which takes whole turns",
-    "use_vllm": "rollout.engine=vllm samples with vLLM",
+    "use_vllm": "rollout.engine is builtin, or vllm, which samples with vLLM servers",
     "vllm_server_base_url": "rollout.server",
     "vllm_server_host": "rollout.server",
     "vllm_server_port": "rollout.server",
@@ -29,7 +29,7 @@ OTHER_NAMES = {
     "vllm_model_impl": "rollout.vllm_command",
     "vllm_server_timeout": "runtime.timeout_s",
     "kl_coef": "algorithm.beta",
-    "scale_rewards": "algorithm.scale",
+    "scale_rewards": "algorithm.scale is group, batch or none (TRL's False)",
     "use_bias_correction_kl": "algorithm.unbiased_kl",
     "vllm_importance_sampling_correction": "algorithm.sampler_correction",
     "vllm_importance_sampling_mode": "algorithm.sampler_correction",
@@ -37,7 +37,7 @@ OTHER_NAMES = {
     "sync_ref_model": "algorithm.ref_sync_steps, a number of steps, and algorithm.ref_sync_alpha",
     "steps_per_generation": "algorithm.num_minibatches counts updates: "
     "divide by gradient_accumulation_steps",
-    "model_init_kwargs": "model.attn_implementation",
+    "model_init_kwargs": "model.attn_implementation; weights are fp32 (runtime.precision)",
     "lora_r": "lora.rank",
     "r": "lora.rank",
     "lora_alpha": "lora.alpha",
@@ -47,6 +47,7 @@ OTHER_NAMES = {
     "reward_funcs": "reward.functions",
     "eval_steps": "eval.every",
     "eval_strategy": "eval.every",
+    "evaluation_strategy": "eval.every",
     "eval_on_start": "eval.before_training",
     "num_generations_eval": "eval.num_samples",
     "save_strategy": "checkpoint.save_steps",
@@ -59,10 +60,12 @@ OTHER_NAMES = {
     "logging_first_step": "logging.every",
     "num_completions_to_print": "logging.log_completions",
     "logging_dir": "output_dir",
+    "overwrite_output_dir": "checkpoint.resume=never starts again",
     "bf16": "runtime.precision",
     "dtype": "runtime.precision",
     "torch_dtype": "runtime.precision",
     "use_cpu": "runtime.device",
+    "no_cuda": "runtime.device",
     "ddp_backend": "runtime.device",
     "fsdp": "runtime.parallel",
     "cache_implementation": "runtime.fast_decode",
@@ -81,8 +84,9 @@ OTHER_NAMES = {
     "once",
     "reward_weights": "each entry of reward.functions has a weight: {name: accuracy, weight: 0.5}",
     "report_to": "logging.wandb=online or offline, logging.trackio=true, logging.tensorboard=true",
-    "loss_type": "algorithm.name=grpo, cispo or sapo; "
-    "TRL's dapo is algorithm.aggregation=token_mean",
+    "loss_type": "algorithm.name=grpo, cispo or sapo; TRL's dapo is "
+    "algorithm.aggregation=token_mean, dr_grpo is constant, with scale_rewards=False "
+    "algorithm.name=dr_grpo",
     # vLLM runs in servers, which have their own command line.
     "vllm_mode": "rollout.engine=vllm samples with servers: "
     "rollout.server=start starts them, or names their addresses",
@@ -90,8 +94,7 @@ OTHER_NAMES = {
     "vllm serve {model} --OPTION VALUE",
     "vllm_tensor_parallel_size": "rollout.vllm_command has vLLM's options: "
     "vllm serve {model} --OPTION VALUE",
-    "optim": "optim.name is adamw or adamw8bit (adamw_8bit); "
-    "the section optim has the other settings",
+    "optim": "optim.name is adamw (TRL's adamw_torch_fused) or adamw8bit (adamw_8bit)",
     "fp16": "runtime.precision is bf16 or fp32",
     "use_peft": "lora.rank above 0 trains LoRA adapters; the section lora has the other settings",
     "peft_config": "the section lora has its settings: "

@@ -112,7 +112,7 @@ def unknown_key(key: str, keys: list[str], other_names: Mapping[str, str] = OTHE
             full_names[name.rpartition(".")[2]] = name
         similar = difflib.get_close_matches(leaf, full_names, n=1, cutoff=0.72)
         if not similar:
-            return f"unknown key {key!r}; see --help, or docs/from_trl.md"
+            return f"unknown key {key!r}; see --help, or docs/trl_arguments.md"
         suggestion = full_names[similar[0]]
     if " " in suggestion:
         return f"unknown key {key!r}: {suggestion}"

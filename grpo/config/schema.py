@@ -398,7 +398,7 @@ class CheckpointConfig(Section):
     """Number of newest checkpoints to keep; older ones are deleted."""
     # Metrics of a training step describe the weights before its update. Only metrics of an
     # evaluation describe the weights that are saved.
-    keep_best: str | None = Field(None, pattern=r"^eval/")
+    keep_best: str | None = None
     """Also keep the checkpoint with the highest value of this evaluation metric
     (eval/greedy_accuracy, for example). Default: no metric."""
     resume: Folder = "auto"

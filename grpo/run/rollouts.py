@@ -165,7 +165,4 @@ def add_outcome(
             trace = result.first_traceback.get(name, "")
             error = trace.rstrip().rpartition("\n")[2] or "timeout"
             what = f"reward {name!r} failed on all {count} completions of this step"
-            raise UserError(
-                f"{what}: {error} (a completion is a text, or where prompts are chats a list of "
-                "messages: docs/rewards.md)"
-            )
+            raise UserError(f"{what}: {error} (docs/rewards.md: what a reward gets)")
