@@ -84,9 +84,8 @@ OTHER_NAMES = {
     "once",
     "reward_weights": "each entry of reward.functions has a weight: {name: accuracy, weight: 0.5}",
     "report_to": "logging.wandb=online or offline, logging.trackio=true, logging.tensorboard=true",
-    "loss_type": "algorithm.name=grpo, cispo or sapo; TRL's dapo is "
-    "algorithm.aggregation=token_mean, dr_grpo is constant, with scale_rewards=False "
-    "algorithm.name=dr_grpo",
+    "loss_type": "algorithm.name=grpo, cispo or sapo; "
+    "algorithm.aggregation=token_mean is TRL's dapo, constant its dr_grpo",
     # vLLM runs in servers, which have their own command line.
     "vllm_mode": "rollout.engine=vllm samples with servers: "
     "rollout.server=start starts them, or names their addresses",
