@@ -96,7 +96,8 @@ HINT_RULES = (
         (
             "{mean:.0%} of the completions are cut off at rollout.max_completion_length, often "
             "before their answer: raise the limit, add the reward soft_overlong, or check whether "
-            "the model ever generates its end token"
+            "the model ever generates its end token. A tool's result that does not fit cuts off, "
+            "too: rollout.max_tool_tokens"
         ),
         above=0.25,
     ),
@@ -107,7 +108,8 @@ HINT_RULES = (
         (
             "nobody called the tool: no completion of the last steps has a call. Read a prompt and"
             " a completion (--debug shows them): describe the tools in data.system_prompt if the "
-            "prompt does not, and check that the model writes calls in the form of tools_format"
+            "prompt does not, check that the model writes calls in the form of tools_format, and "
+            "that rollout.max_turns leaves a turn after a call: those of the last turn are not run"
         ),
         below=0.001,
     ),
