@@ -25,7 +25,7 @@ class HintRule:
     """Name of the metric whose mean over the last steps is compared with the limits."""
     text: str
     """The hint, with ``{mean}`` in the place of the mean, and ``{higher_rate}`` in the place
-    of ten times the last learning rate."""
+    of ten times the highest learning rate so far."""
     above: float = math.inf
     """The hint holds if the mean is above this limit. Default: no limit."""
     below: float = -math.inf
@@ -158,6 +158,8 @@ class Hints:
     def __init__(self) -> None:
         self._given: set[str] = set()
         """Names of the hints that :meth:`update` has returned."""
+        self._peak_rate = 0.0
+        """Highest learning rate of the steps so far."""
         self._steps: deque[dict[str, Any]] = deque(maxlen=MAX_STEPS_OF_MEAN)
 
     def update(self, metrics: dict[str, Any]) -> list[str]:
@@ -166,6 +168,9 @@ class Hints:
         if "reward" not in metrics:
             return []
         self._steps.append(metrics)
+        rate = metrics.get("learning_rate")
+        if is_computed(rate):
+            self._peak_rate = max(self._peak_rate, rate)
         if len(self._steps) < MIN_STEPS_OF_MEAN:
             return []
         hints = self.verdict()
@@ -177,8 +182,6 @@ class Hints:
         """Return all hints that hold for the last steps, by the names of their rules. Hints that
         were given before are included."""
         hints = {}
-        last_step = self._steps[-1] if self._steps else {}
-        higher_rate = 10 * last_step.get("learning_rate", math.nan)
         for rule in HINT_RULES:
             if len(self._steps) < rule.min_steps or rule.unless in hints:
                 continue
@@ -190,5 +193,5 @@ class Hints:
             # A metric that was never computed gives no hint: NaN is neither above nor below.
             mean = fmean(values) if values else math.nan
             if mean > rule.above or mean < rule.below:
-                hints[rule.name] = rule.text.format(mean=mean, higher_rate=higher_rate)
+                hints[rule.name] = rule.text.format(mean=mean, higher_rate=10 * self._peak_rate)
         return hints

@@ -39,7 +39,7 @@ ALONE = {
 MAX_ROOMS = 22
 BUDGETS = {
     "system": 990, "attention": 5740, "algorithm": 8100, "config": 7040, "distributed": 3030, "data": 7870,
-    "telemetry": 4980, "workers": 5020, "rewards": 9390, "model": 4570, "rollout": 8820, "vllm": 4340, "turns": 7090,
+    "telemetry": 4990, "workers": 5020, "rewards": 9390, "model": 4570, "rollout": 8820, "vllm": 4340, "turns": 7090,
     "evaluation": 2520, "checkpoint": 3000, "run": 12350, "library": 1730, "report": 2620, "commands": 5500,
 }  # fmt: skip
 """Python tokens of each room, without comments, docstrings and line ends: what a reader takes in,

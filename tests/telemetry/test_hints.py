@@ -45,6 +45,14 @@ def test_a_hint_is_given_once_and_alone(metric, values, step, words):
     assert at == step and words in hint
 
 
+def test_the_higher_rate_is_that_of_the_schedules_peak():
+    """Warm-up, peak, decay: 0, 1e-6, 5e-7 and so on."""
+    hints = Hints()
+    for rate in [0.0, 1e-6, 5e-7, None, NAN] + [1e-8] * 7:
+        hints.update(HEALTHY | {"kl": 0.0, "learning_rate": rate})
+    assert "try optim.learning_rate=1e-05" in hints.verdict()["no movement"]
+
+
 def test_equal_rewards_explain_that_nothing_moves():
     """Without a gradient the policy moves at no learning rate."""
     hints = Hints()
