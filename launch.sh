@@ -31,13 +31,14 @@ if [[ -z "${GRPO_NO_SETUP:-}" ]]; then
   # pip runs again only after one of the files that say what is installed has changed.
   if ! cat requirements.txt pyproject.toml launch.sh | cmp -s - "$venv/$stamp"; then
     echo "installing ${install[*]}: PyTorch and others, about 3 GB to download with CUDA, 0.4 GB without ..."
+    (while sleep 10 > /dev/null 2>&1; do echo "still at work, $SECONDS s so far ..."; done) &
+    ticker=$!
+    disown  # else bash prints a line about it below
+    trap 'kill "$ticker" 2> /dev/null' EXIT
     "$venv/bin/python" -m pip install --disable-pip-version-check "${install[@]}" |
-      { grep --line-buffered -oE 'Downloading [^ ]+ \([0-9.]+ [MG]B\)|^Installing collected packages' || true; } |
-      while true; do
-        if read -r -t 10 line; then echo "$line"
-        elif (($? > 128)); then echo "still at work, $SECONDS s so far ..."  # no line for ten seconds
-        else break; fi
-      done
+      { grep --line-buffered -oE 'Downloading [^ ]+ \([0-9.]+ [MG]B\)|^Installing collected packages' || true; }
+    kill "$ticker"
+    trap - EXIT
     cat requirements.txt pyproject.toml launch.sh > "$venv/$stamp"
   fi
   python="$venv/bin/python"

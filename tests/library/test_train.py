@@ -229,7 +229,7 @@ def test_all_mistakes_of_a_call_are_said_at_once(tmp_path):
         "model is a section: ",
     )
     starts += (
-        "optim is a section: optim.name is adamw or adamw8bit",
+        "optim is a section: optim.name is adamw (TRL's adamw_torch_fused) or adamw8bit",
         "unknown key 'eval.evry'; did you mean 'eval.every'?",
     )
     assert len(lines) == len(starts)
