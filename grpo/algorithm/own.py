@@ -24,7 +24,8 @@ def call_own(
 ) -> tuple[Any, Mapping[str, Any]]:
     """Call a user's function with copies of the arguments that it names.
 
-    A function whose first argument has a name of its own gets those of ``in_order`` by position.
+    A function whose first argument has a name of its own gets those of ``in_order`` by position,
+    unless it has one of their names, or of ``by_name``, in another place.
 
     Returns:
         The value that the function returned, and its metrics: ``{}`` if it returned no tuple
@@ -40,8 +41,13 @@ def call_own(
             known[name] = value.clone()
 
     parameters = list(inspect.signature(function).parameters.values())
+    names = [parameter.name for parameter in parameters]
+    # With a misspelt first name, the others would get the tensors of other places.
+    is_in_place = all(
+        name == place or name not in known for name, place in zip(names, in_order, strict=False)
+    )
     positional = []
-    if parameters and parameters[0].name not in known:
+    if names[0] not in known and is_in_place:
         positional = list(in_order)
     keywords = {}
     for parameter in parameters[len(positional) :]:
@@ -49,7 +55,7 @@ def call_own(
         if name in known:
             keywords[name] = known[name]
         # A misspelt name with a default would switch a part of the function off without a word.
-        elif parameter.kind == parameter.POSITIONAL_OR_KEYWORD:
+        elif parameter.kind != parameter.KEYWORD_ONLY:
             raise ValueError(
                 f"there is no argument {name!r}: a function may ask for {', '.join(known)}; "
                 "parameters of its own stand after *"
@@ -68,7 +74,8 @@ def own_metrics(
     """Return the metrics of a user's function as name -> (sum, count).
 
     A value is a number or a tensor, of which the mean is reported: over the tokens of the mask if
-    it has the shape of the mask, else over all its numbers. NaN is left out.
+    it has the shape of the mask, else over all its numbers. NaN is left out. So is a micro-batch
+    without a token in the mask: with FSDP a rank may repeat a row without effect.
     """
     pairs = {}
     for name, value in metrics.items():
@@ -76,6 +83,8 @@ def own_metrics(
         if mask_BT is not None and values.shape == mask_BT.shape:
             values = values[mask_BT]
         numbers = values[~values.isnan()]
-        count = torch.tensor(numbers.numel())
+        if mask_BT is not None and not mask_BT.any():
+            numbers = numbers[:0]
+        count = torch.tensor(len(numbers))
         pairs[PREFIX + name] = (numbers.sum(), count)
     return pairs

@@ -126,7 +126,7 @@ def _sample(
         rows,
         data,
         policy.tokenizer,
-        schemas_of=tools.schemas_of if tools else None,
+        schemas=tools.schemas if tools else None,
     )
     sampling = dataclasses.replace(sampler.sampling, num_generations=num_samples)
     # The number of the turn is part of the seed, so that the same question gets another answer

@@ -56,7 +56,7 @@ def main(argv: list[str]) -> int:
     try:
         settings = [*BUILTIN_ENGINE, *overrides]
         config, run_file = config_of_models(options.model, options.config, settings)
-        is_asked_for = any(text.startswith("eval.temperature=") for text in overrides)
+        is_asked_for = "eval.temperature" in " ".join(overrides)
         if config.eval.temperature == 0 and not is_asked_for:
             samples = [f"eval.temperature={config.rollout.temperature}", "eval.num_samples=8"]
             settings = [*BUILTIN_ENGINE, *samples, *overrides]
@@ -119,9 +119,8 @@ def run(config: Config, models: list[str], output: Path, world: World) -> list[E
             print_report(model, evaluation)
         if note := correctness_note(config.eval, rewards.names):
             print(note)
-        is_replaced = output.exists()
         write_json(config, models, evaluations, output)
-        print(f"written   {output}" + ", in place of an older file" * is_replaced)
+        print(f"written   {output}")
     return evaluations
 
 
@@ -144,7 +143,7 @@ def _evaluate(
             rows,
             config.data,
             tokenizer,
-            schemas_of=tools.schemas_of if tools else None,
+            schemas=tools.schemas if tools else None,
         )
         problems = problem_set.problems[: config.eval.max_samples]
         check_eval_context(config, path, problems)

@@ -65,7 +65,6 @@ OTHER_NAMES = {
     "dtype": "runtime.precision",
     "torch_dtype": "runtime.precision",
     "use_cpu": "runtime.device",
-    "no_cuda": "runtime.device",
     "ddp_backend": "runtime.device",
     "fsdp": "runtime.parallel",
     "cache_implementation": "runtime.fast_decode",

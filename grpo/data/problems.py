@@ -1,7 +1,7 @@
 """Turn the rows of a dataset into problems: render the prompts and tokenize them."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,13 +33,13 @@ def make_problems(
     config: DataConfig,
     tokenizer: Any,
     *,
-    schemas_of: Callable[[dict], list] | None = None,
+    schemas: Sequence[Mapping] | None = None,
 ) -> ProblemSet:
     """Render and tokenize the prompts. A prompt that is too long is left out, never truncated.
 
     Args:
-        schemas_of: maps the columns of a row to the schemas of the tools that its prompt shows.
-            Default: the run has neither tools nor an environment.
+        schemas: schemas of the tools that prompts show. Default: the run has neither tools nor an
+            environment.
 
     Raises:
         ValueError: a prompt cannot be rendered, a chat template has rendered it already, or no
@@ -53,7 +53,7 @@ def make_problems(
     conversational = config.conversational
     if conversational == "auto":
         has_context = bool(config.system_prompt or config.few_shot)
-        if schemas_of is not None or (has_template and has_context):
+        if schemas is not None or (has_template and has_context):
             conversational = True
 
     # The tiny model was trained on demonstrations without instructions.
@@ -70,13 +70,12 @@ def make_problems(
     markers = turn_markers(tokenizer) if has_template else set()
     texts = []
     for index, prompt in enumerate(shown_prompts):
-        schemas = schemas_of(rows.columns[index]) if schemas_of else ()
         try:
             # Rows without a place come from an environment or a chat, where a marker is no sign of
             # a rendered dataset.
             if rows.places and isinstance(prompt, str):
                 _check_not_rendered(prompt, markers)
-            text = render(prompt, tokenizer, config, schemas)
+            text = render(prompt, tokenizer, config, schemas or ())
             # A lone surrogate (half of a character) cannot be encoded. It is refused here, where
             # the message can name the row.
             text.encode()

@@ -415,7 +415,7 @@ def _tokenize(
         make_problems,
         config=config.data,
         tokenizer=tokenizer,
-        schemas_of=inputs.tools.schemas_of if inputs.tools else None,
+        schemas=inputs.tools.schemas if inputs.tools else None,
     )
     train = make(inputs.train)
     check_context(path, train.problems, max_length, trust_remote_code=trust)

@@ -66,8 +66,8 @@ def try_advantages(
     columns: Mapping[str, Any],
     names: Sequence[str],
 ) -> None:
-    """Call the user's advantages on two groups: one of the rewards 0, 1, 0, 1 and so on, and one of
-    equal rewards, as they occur in every run.
+    """Call the user's advantages on two groups: one of the rewards 1, 0, 0 and so on, and one of
+    equal rewards and lengths, as they occur in every run.
 
     Args:
         columns: the columns of a row.
@@ -81,10 +81,11 @@ def try_advantages(
     G = config.rollout.num_generations
     F = len(names)
     numbers_G = torch.arange(G)
-    mixed_G = numbers_G % 2.0
-    rewards_PG = torch.stack([mixed_G, torch.ones(G)])
-    values_PGF = rewards_PG[..., None].expand(2, G, F)
-    lengths_PG = torch.stack([numbers_G + 1, numbers_G + 2])
+    # Each function has another number of ones.
+    mixed_GF = numbers_G[:, None] <= torch.arange(F)
+    values_PGF = torch.stack([mixed_GF.float(), torch.ones(G, F)])
+    rewards_PG = values_PGF[..., 0]
+    lengths_PG = torch.stack([numbers_G + 1, torch.ones_like(numbers_G)])
     by_name = _named(names, values_PGF, lengths_PG, [columns, columns])
     name = config.algorithm.advantages
     with _described("algorithm.advantages", name, user.source_files):
@@ -105,19 +106,22 @@ def own_advantages(
         rewards_PG, values_PGF: rewards, and values of the reward functions, of all ranks.
     """
     world = run.world
+    function = run.learner.user_advantages
+    # A column may be large: only those that the function names are gathered.
+    names = named_arguments(function)
     lengths = []
+    columns_of_rank = []
     for group in groups:
-        lengths_of_group = [len(completion.sampled_ids) for completion in group.completions]
-        lengths.append(lengths_of_group)
+        lengths.append([len(completion.sampled_ids) for completion in group.completions])
+        columns = group.problem.columns
+        columns_of_rank.append({name: columns[name] for name in names & columns.keys()})
     lengths_PG = world.gather_rows(torch.tensor(lengths))
     # All ranks have the same number of groups. Global row i is on rank i % size.
-    columns_of_rank = [group.problem.columns for group in groups]
     rank_columns = world.gather_objects(columns_of_rank)
     columns = []
     for rows in zip(*rank_columns, strict=True):
         columns.extend(rows)
 
-    function = run.learner.user_advantages
     by_name = _named(run.tasks.rewards.names, values_PGF, lengths_PG, columns)
     advantages_PG, metrics = call_user_advantages(function, rewards_PG, values_PGF, by_name)
     step.metrics.add_all(metrics)

@@ -84,7 +84,7 @@ class Accumulator:
     def reduce(self, world: World) -> dict[str, float]:
         """Return the metrics over all ranks, by one collective sum and one collective maximum.
 
-        All ranks call it together. Names of means and totals may be missing on some ranks.
+        All ranks call it together. Names of means may be missing on some ranks.
         """
         metrics = {}
         # A user's function may return a metric on some ranks only, and the tensors need the same

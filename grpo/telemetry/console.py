@@ -29,7 +29,9 @@ def console_line(metrics: dict[str, Any], max_steps: int) -> str:
     # The reward comes first: it shows whether the run learns.
     columns = [("reward", "reward", "{:.3f}")]
     for name in metrics:
-        if name.startswith("rewards/") and name.endswith("/mean"):
+        if not name.startswith("rewards/"):
+            continue
+        if name.endswith("/mean"):
             function = name.split("/")[1]
             columns.append((name, function, "{:.3f}"))
         elif name.endswith("/errors") and metrics[name]:

@@ -82,8 +82,8 @@ HINT_RULES = (
         "kl",
         (
             "the KL to the reference is {mean:.4f} nats per token after ten steps: the policy "
-            "hardly moves. Unless the warm-up goes on, or hundreds of steps follow, try "
-            "optim.learning_rate={higher_rate:.0e}"
+            "hardly moves. Unless the warm-up goes on, algorithm.ref_sync_steps moves the "
+            "reference, or hundreds of steps follow, try optim.learning_rate={higher_rate:.0e}"
         ),
         below=0.0005,
         min_steps=MAX_STEPS_OF_MEAN,

@@ -290,7 +290,7 @@ def add_to_prompt(
     # The prompt is rendered and checked again, in the same way as prompts of a dataset.
     rows = Rows(f"the reset with {prompt!r:.80}", [prompt], [problem.columns])
     try:
-        problem_set = make_problems(rows, data, policy.tokenizer, schemas_of=tools.schemas_of)
+        problem_set = make_problems(rows, data, policy.tokenizer, schemas=tools.schemas)
         (new_problem,) = problem_set.problems
         policy.check_fits_context(len(new_problem.prompt_ids), group[0].max_length)
     except ValueError as error:

@@ -107,13 +107,6 @@ class Tools:
             self.schemas.append(schema)
         return description
 
-    def schemas_of(self, columns: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return the schemas of the tools that the prompt of a row shows.
-
-        The schemas are the same for every row.
-        """
-        return self.schemas
-
     def reward_specs(self, functions: Sequence[Any]) -> list[Any]:
         """Return the reward functions of a run, with the environment's reward if there is one.
 

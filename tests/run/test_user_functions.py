@@ -37,6 +37,12 @@ def typo(logprobs_BT, ratio_BT, A_B1, mask_BT, bounds, ref_logprob_BT):
 def silent_typo(ratio_BT, A_B1, ref_logprob_BT=None):
     return -ratio_BT * A_B1
 
+def first_typo(logprob_BT, old_logprobs_BT, A_B1, mask_BT, bounds):
+    return -(logprob_BT - old_logprobs_BT).exp() * A_B1
+
+def any_keyword(ratio_BT, A_B1, **kwargs):
+    return -ratio_BT * A_B1
+
 def detached(ratio_BT, A_B1):
     return -ratio_BT.detach() * A_B1
 
@@ -84,8 +90,10 @@ constant = 3
         ("objective", "largest_advantage", "that of a row depends on the other rows"),
         ("objective", "typo", "no argument 'ref_logprob_BT': .* may ask for old_logprobs_BT, ref"),
         ("objective", "silent_typo", "there is no argument 'ref_logprob_BT'"),
+        ("objective", "first_typo", "there is no argument 'logprob_BT'"),
         ("objective", "detached", "the loss has no gradient"),
-        ("objective", "fails", r"\(line 49\) raised KeyError: 'a'"),
+        ("objective", "any_keyword", "there is no argument 'kwargs'"),
+        ("objective", "fails", r"\(line 55\) raised KeyError: 'a'"),
         ("objective", "missing", "there is no function of that name"),
         ("objective", "constant", "there is no function of that name"),
     ],
@@ -178,6 +186,20 @@ def test_a_function_gets_what_it_names():
     )
     assert found.tolist() == [[8.0, 0.0]]
     assert [float(value) for value in stats["own/mean"]] == [1.0, 1.0]
+
+
+def test_a_row_without_tokens_counts_in_no_metric():
+    """As FSDP repeats one, so that each rank has the same number of passes."""
+
+    def loss(ratio_BT, A_B1, lengths_B):
+        return -ratio_BT * A_B1, {"length": lengths_B, "number": 7.0, "ratio": ratio_BT}
+
+    log_BT = torch.zeros(1, 2)
+    _, stats = policy_loss(
+        log_BT, log_BT, torch.zeros(1), torch.zeros(1, 2, dtype=torch.bool), objective=loss
+    )
+    for name in ("length", "number", "ratio"):
+        assert [float(value) for value in stats[f"own/{name}"]] == [0.0, 0.0]
 
 
 def test_the_example_with_lengths_and_a_reference_by_hand():

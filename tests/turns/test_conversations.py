@@ -104,9 +104,7 @@ def play(
         columns or [{} for _ in prompts],
         lacks_prompts=tools.environment_makes_prompts,
     )
-    problems = make_problems(
-        rows, config.data, policy.tokenizer, schemas_of=tools.schemas_of
-    ).problems
+    problems = make_problems(rows, config.data, policy.tokenizer, schemas=tools.schemas).problems
     scripted = Scripted(policy, script)
     play.warnings = []
     engine = TurnsEngine(scripted, tools, config, warn=play.warnings.append)

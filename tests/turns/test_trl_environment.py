@@ -66,9 +66,7 @@ def test_the_same_tokens_make_the_same_conversation(random_model):
         {name: value for name, value in row.items() if name != "prompt"} for row in of_problem
     ]
     rows = Rows("rows", [row["prompt"] for row in of_problem], columns)
-    problems = make_problems(
-        rows, config.data, policy.tokenizer, schemas_of=tools.schemas_of
-    ).problems
+    problems = make_problems(rows, config.data, policy.tokenizer, schemas=tools.schemas).problems
     script = [record["turns"][: record["turns_sampled"]] for record in records]
     engine = TurnsEngine(Scripted(policy, script), tools, config)
     engine.check()
