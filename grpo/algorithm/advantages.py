@@ -29,9 +29,10 @@ metrics)``.
 
 ``rewards_PG`` has the total reward of each completion, ``values_PGF`` the value of each of F reward
 functions. Both are in fp32, hold the groups of all ranks, and are NaN where there is no score. A
-function that names them also gets ``lengths_PG``, the number of tokens that the model sampled, and
-the columns of the rows, each as a list of P values. Every rank calls the function with the same
-arguments, and must get the same result."""
+function that names them also gets ``lengths_PG``, the number of tokens that the model sampled
+(int64), the values ``[P, G]`` of a reward function under its name, and columns of the rows, each as
+a list of P values. Every rank calls the function with the same arguments, and must get the same
+result."""
 
 GDPO_ROUNDING_ERROR = 1e-5
 """Bound on the rounding error of a term in :func:`normalize_then_sum`, relative to the term."""

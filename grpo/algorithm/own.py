@@ -24,15 +24,20 @@ def call_own(
 ) -> tuple[Any, Mapping[str, Any]]:
     """Call a user's function with copies of the arguments that it names.
 
-    A function whose first argument has a name of its own gets those of ``in_order`` by position,
-    unless it has one of their names, or of ``by_name``, in another place.
+    A function with names of its own gets the arguments of ``in_order`` by position. It may not have
+    a name of another argument in the place of one of them.
+
+    Args:
+        in_order: arguments by name, in the order in which they are passed by position.
+        by_name: further arguments, which are passed by name alone.
 
     Returns:
         The value that the function returned, and its metrics: ``{}`` if it returned no tuple
         ``(value, metrics)``.
 
     Raises:
-        ValueError: if there is no argument of a name. Parameters of its own stand after ``*``.
+        ValueError: if the function names an argument that does not exist. The function's own
+            parameters stand after ``*``.
     """
     # The function may change its arguments. The metrics report the originals.
     known = {**by_name, **in_order}
