@@ -31,11 +31,10 @@ from grpo.config import Config, config_of_models
 from grpo.data import Rows, load_rows, make_problems
 from grpo.distributed import OtherRankFailed, World, start_world
 from grpo.evaluation.collect import Evaluation, check_eval_context, eval_sampling, evaluate
-from grpo.evaluation.grading import Grader, check_reward_names, correctness_note
+from grpo.evaluation.grading import Grader, correctness_note
 from grpo.rewards import RewardRunner
-from grpo.rewards.code import check_rows
 from grpo.rollout import engine_with_weights, split_stop
-from grpo.run.prepare import open_rewards
+from grpo.run.prepare import check_rewards, open_rewards
 from grpo.system import ignore_broken_pipes, write_atomically
 from grpo.telemetry.records import json_safe
 from grpo.telemetry.terminal import exit_with_user_error
@@ -99,15 +98,7 @@ def run(config: Config, models: list[str], output: Path, world: World) -> list[E
                     "the configuration names no evaluation data: "
                     "set data.eval_split or data.eval_dataset"
                 )
-            rewards.check(rows.columns[0], f"the rows of {rows.source}")
-            check_rows(
-                rewards.specs,
-                rows.columns,
-                rows.source,
-                rows.places,
-                has_pattern=config.data.answer_pattern is not None,
-            )
-            check_reward_names(config.eval, rewards.names)
+            check_rewards(config, rewards, rows)
             output.parent.mkdir(parents=True, exist_ok=True)
             if output.is_dir() or not os.access(output.parent, os.W_OK):
                 raise ValueError(f"--output {output} cannot be written")

@@ -19,15 +19,12 @@ NO_EFFECT_WITH = {
         "algorithm.ref_sync_alpha model.reference"
     ),
     "algorithm.ref_sync_steps=0": "algorithm.ref_sync_alpha",
+    "algorithm.advantages=None": "algorithm.advantages_args",
     "rollout.engine=builtin": "rollout.server rollout.vllm_command rollout.weights_folder",
     "rollout.engine=vllm": "rollout.tokens_in_flight runtime.fast_decode",
-    # Greedy completions of one problem are equal, so one is sampled.
+    # Greedy completions of one problem are equal, so one is sampled. There is no entry for
+    # data.eval_split=none: who writes it, as --debug does, knows that it turns evaluations off.
     "eval.temperature=0.0": "eval.num_samples eval.top_p eval.top_k eval.min_p",
-    "data.eval_split=None": (
-        "data.eval_dataset data.max_eval_samples eval.every eval.before_training eval.num_samples "
-        "eval.temperature eval.top_p eval.top_k eval.min_p eval.max_completion_length "
-        "eval.max_samples eval.correct_above"
-    ),
     # The dropout of adapters is set to 0 too.
     "model.disable_dropout=True": "lora.dropout",
     "runtime.precision=fp32": "lora.base_precision",
@@ -61,6 +58,11 @@ def keys_without_effect(config: Config) -> dict[str, str]:
     eval_rows = data.eval_dataset or train_rows
     is_local = train_rows.startswith(GENERATED_PREFIXES) or train_rows.endswith(FILE_SUFFIXES)
     conditions = [
+        (
+            not is_user_function(objective),
+            f"with algorithm.objective={objective}, which is no function of yours",
+            "algorithm.objective_args",
+        ),
         (objective != "clip", f"with algorithm.objective={objective}", "algorithm.delta"),
         (
             clips_ratio and algorithm.updates_per_step == 1,

@@ -91,25 +91,22 @@ def load_reward(spec: str) -> Callable:
         return environment
     function = load_object(spec, "reward", ", ".join(BUILTIN_REWARDS))
     # A class is callable too, but a call of it returns an instance, and not a list of scores.
-    if not callable(function) or inspect.isclass(function):
-        location, _, name = spec.rpartition(":")
-        raise ValueError(
-            f"reward {spec!r}: {location} has no function {name!r}; of a class, name an instance"
-        )
+    if inspect.isclass(function):
+        raise ValueError(f"reward {spec!r} is a class: name an instance of it")
     return function
 
 
 def load_object(spec: str, kind: str, builtin: str) -> Any:
-    """Load the object named ``package.module:name`` or ``path/to/file.py:name``.
-
-    Returns None if the module has no such name.
+    """Load the function, the class or another callable object named ``package.module:name`` or
+    ``path/to/file.py:name``.
 
     Args:
         kind: a noun for messages, such as "reward" or "tool".
         builtin: the built-in names of this kind, for messages.
 
     Raises:
-        ValueError: if the module cannot be imported. The message is one line.
+        ValueError: if the module cannot be imported, or has no function or class of that name. The
+            message is one line.
     """
     location, _, name = spec.rpartition(":")
     if spec.startswith(OBJECT_PREFIX):
@@ -131,7 +128,10 @@ def load_object(spec: str, kind: str, builtin: str) -> Any:
         raise ValueError(
             f"{kind} {spec!r}: importing {location}{describe_error(error, path)}"
         ) from error
-    return getattr(module, name, None)
+    loaded = getattr(module, name, None)
+    if not callable(loaded):
+        raise ValueError(f"{kind} {spec!r}: {location} has no function or class {name!r}")
+    return loaded
 
 
 def describe_error(error: BaseException, path: str) -> str:

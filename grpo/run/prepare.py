@@ -286,19 +286,9 @@ def _read_inputs(
     evaluation = load(train=False, table=user_objects.eval_rows)
     check_enough(len(train.prompts), config.rollout.prompts_per_step)
     try_advantages(config, user, train.columns[0], rewards.names)
-    # A reward that lacks a column, or cannot read an answer, would fail in the first step.
-    splits = [train] if evaluation is None else [train, evaluation]
-    for rows in splits:
-        rewards.check(rows.columns[0], f"the rows of {rows.source}")
-        check_rows(
-            rewards.specs,
-            rows.columns,
-            rows.source,
-            rows.places,
-            has_pattern=config.data.answer_pattern is not None,
-        )
-
-    check_reward_names(config.eval, rewards.names)
+    check_rewards(config, rewards, train)
+    if evaluation is not None:
+        check_rewards(config, rewards, evaluation)
     best_metric = config.checkpoint.keep_best
     eval_metrics = []
     if evaluation is not None:
@@ -315,6 +305,20 @@ def _read_inputs(
         for note in rewards.notes:
             print(note)
     return Inputs(user, tools, rewards, train, evaluation)
+
+
+def check_rewards(config: Config, rewards: RewardRunner, rows: Rows) -> None:
+    """Raise ``ValueError`` if a reward lacks a column or cannot read an answer, which would fail in
+    the first step, or if ``eval`` names rewards that the run does not have."""
+    rewards.check(rows.columns[0], f"the rows of {rows.source}")
+    check_rows(
+        rewards.specs,
+        rows.columns,
+        rows.source,
+        rows.places,
+        has_pattern=config.data.answer_pattern is not None,
+    )
+    check_reward_names(config.eval, rewards.names)
 
 
 def open_rewards(

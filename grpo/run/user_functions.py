@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,7 +49,9 @@ def load_user_functions(config: Config) -> UserFunctions:
     files = {}
     objective = None
     if is_user_function(algorithm.objective):
-        objective = _load("algorithm.objective", algorithm.objective, files)
+        objective = _load(
+            "algorithm.objective", algorithm.objective, algorithm.objective_args, files
+        )
         with _described("algorithm.objective", algorithm.objective, files):
             _try_objective(objective)
 
@@ -56,7 +59,9 @@ def load_user_functions(config: Config) -> UserFunctions:
     # try_advantages().
     advantages = None
     if algorithm.advantages is not None:
-        advantages = _load("algorithm.advantages", algorithm.advantages, files)
+        advantages = _load(
+            "algorithm.advantages", algorithm.advantages, algorithm.advantages_args, files
+        )
     return UserFunctions(objective, advantages, files)
 
 
@@ -157,13 +162,12 @@ def _described(key: str, name: str, files: dict[str, str]) -> Iterator[None]:
         raise ValueError(f"{key}={name}{description}") from error
 
 
-def _load(key: str, name: str, files: dict[str, str]) -> Any:
-    """Load the function that a key names, and add its source files to ``files``."""
+def _load(key: str, name: str, args: Mapping[str, Any], files: dict[str, str]) -> Any:
+    """Load the function that a key names, with ``args`` as its own parameters, and add its source
+    files to ``files``."""
     function = load_object(name, key, "")
-    if not callable(function):
-        raise ValueError(f"{key}={name}: there is no function of that name")
     files |= source_files(name, function)
-    return function
+    return partial(function, **args)
 
 
 def _try_objective(function: UserObjective) -> None:

@@ -236,10 +236,7 @@ def load_named(kind: str, spec: str, builtin: Mapping[str, Any]) -> Any:
     """
     if spec in builtin:
         return builtin[spec]
-    loaded = functions.load_object(spec, kind, ", ".join(builtin))
-    if not callable(loaded):
-        raise ValueError(f"{kind} {spec!r}: no function or class of that name")
-    return loaded
+    return functions.load_object(spec, kind, ", ".join(builtin))
 
 
 def set_seed(seed: int) -> None:

@@ -21,6 +21,8 @@ CASES = """
     algorithm.importance_level=sequence | algorithm.name=rloo |
     algorithm.importance_level=sequence | algorithm.name=rloo algorithm.beta=0.1 | algorithm.name=rloo algorithm.beta=0.1 algorithm.unbiased_kl=true
     algorithm.baseline=none | algorithm.advantages=file.py:f | algorithm.advantages=file.py:f algorithm.dynamic_sampling=true
+    algorithm.objective_args={a: 1} |  | algorithm.objective=file.py:f
+    algorithm.advantages_args={a: 1} |  | algorithm.advantages=file.py:f
     algorithm.scale=none | algorithm.name=gdpo |
     algorithm.name=gdpo | algorithm.advantages=file.py:f |
     algorithm.advantage_eps=0 | algorithm.scale=none |
@@ -36,7 +38,6 @@ CASES = """
     data.eval_split=test | data.dataset=openai/gsm8k data.eval_dataset=builtin:countdown | data.dataset=openai/gsm8k
     data.config_name=main | data.dataset=a.parquet | data.eval_dataset=openai/gsm8k
     data.config_name={a: 1} |  | data.dataset=reasoning_gym:chain_sum
-    data.max_eval_samples=3 | data.eval_split=none |
     tools_format=tags |  | tools=[calculator]
     rollout.max_turns=3 |  | environment=a.py:B
     rollout.vllm_command=v {model} | rollout.engine=vllm rollout.server=http://a:1 | rollout.engine=vllm

@@ -39,8 +39,8 @@ def test_from_a_file_with_a_neighbour_and_from_a_module(write, tmp_path, monkeyp
     [
         ("acuracy", "unknown reward 'acuracy': built in are accuracy, format"),
         ("nowhere.py:f", "No such file or directory: '.*nowhere.py'"),
-        ("json:dmups", "json has no function 'dmups'"),
-        (["def other(): pass", "from json import dumps"], "has no function 'f'"),
+        ("json:dmups", "json has no function or class 'dmups'"),
+        (["def other(): pass", "from json import dumps"], "has no function or class 'f'"),
         (["x = 1", "def f(:"], "SyntaxError: .*mine.py, line 2"),
         (["import json", "json.loads('{')"], "mine.py \\(line 2\\) raised JSONDecodeError"),
     ],

@@ -94,8 +94,8 @@ constant = 3
         ("objective", "detached", "the loss has no gradient"),
         ("objective", "any_keyword", "there is no argument 'kwargs'"),
         ("objective", "fails", r"\(line 55\) raised KeyError: 'a'"),
-        ("objective", "missing", "there is no function of that name"),
-        ("objective", "constant", "there is no function of that name"),
+        ("objective", "missing", "has no function or class"),
+        ("objective", "constant", "has no function or class"),
     ],
 )
 def test_a_mistake_is_one_line_before_the_run_starts(tmp_path, key, name, message):
@@ -103,9 +103,9 @@ def test_a_mistake_is_one_line_before_the_run_starts(tmp_path, key, name, messag
     file.write_text(FILE)
     with pytest.raises(ValueError, match=message) as caught:
         load_user_functions(make_config({f"algorithm.{key}": f"{file}:{name}"}))
-    assert str(caught.value).startswith(f"algorithm.{key}={file}:{name}") and "\n" not in str(
-        caught.value
-    )
+    text = str(caught.value)
+    assert text.startswith((f"algorithm.{key}={file}:{name}", f"algorithm.{key} '{file}:{name}'"))
+    assert "\n" not in text
 
 
 def test_advantages_without_a_file_are_refused():
@@ -120,10 +120,33 @@ def test_a_file_that_changed_is_read_again_in_the_same_process(tmp_path):
     for factor in (2, 3):
         file.write_text(f"def two(rewards_PG, values_PGF):\n    return {factor} * rewards_PG\n")
         found.append(load_user_functions(config).advantages(torch.ones(1, 1), None).item())
-    assert (
-        found == [2, 3]
-        and load_user_functions(config).advantages is load_user_functions(config).advantages
+    functions = [load_user_functions(config).advantages.func for _ in range(2)]
+    assert found == [2, 3] and functions[0] is functions[1]
+
+
+def test_parameters_come_from_the_configuration(tmp_path):
+    """As values of keys with dots, which a sweep can vary: -3 A and 5 r."""
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "def loss(ratio_BT, A_B1, *, factor=1.0):\n    return -factor * ratio_BT * A_B1\n"
+        "def advantages(rewards_PG, factor):\n    return factor * rewards_PG\n"
     )
+    names = {"objective": f"{file}:loss", "advantages": f"{file}:advantages"}
+    args = {"objective_args.factor": 3.0, "advantages_args.factor": 5.0}
+    config = make_config({f"algorithm.{key}": value for key, value in (names | args).items()})
+    user = load_user_functions(config)
+    try_advantages(config, user, {}, ["accuracy"])
+    log_BT = torch.zeros(1, 2)
+    loss_sum, _ = policy_loss(
+        log_BT, log_BT, torch.tensor([2.0]), torch.ones(1, 2), objective=user.objective
+    )
+    assert loss_sum == -6
+    rewards_PG = torch.tensor([[1.0, 0.0]])
+    advantages_PG, _ = call_user_advantages(user.advantages, rewards_PG, rewards_PG[..., None], {})
+    assert advantages_PG.tolist() == [[5.0, 0.0]]
+    misspelt = make_config(config, {"algorithm.objective_args.facto": 1.0})
+    with pytest.raises(ValueError, match="objective=.*facto"):
+        load_user_functions(misspelt)
 
 
 def test_the_example_by_hand():
