@@ -145,7 +145,7 @@ def test_parameters_come_from_the_configuration(tmp_path):
     advantages_PG, _ = call_user_advantages(user.advantages, rewards_PG, rewards_PG[..., None], {})
     assert advantages_PG.tolist() == [[5.0, 0.0]]
     misspelt = make_config(config, {"algorithm.objective_args.facto": 1.0})
-    with pytest.raises(ValueError, match="objective=.*facto"):
+    with pytest.raises(ValueError, match=r"objective=.*facto"):
         load_user_functions(misspelt)
 
 
