@@ -48,7 +48,7 @@ def main(argv: list[str]) -> None:
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="a column for the rewards",
+        help="a column for rewards, and for the environment's reset",
     )
     options, overrides = parser.parse_known_args(argv)
     config, run_file = config_of_models(
@@ -78,7 +78,7 @@ def main(argv: list[str]) -> None:
         at_end.enter_context(sampler.current_weights())
         sample = functools.partial(_sample, sampler, tools)
         if options.prompt is None:
-            talk(sample)
+            talk(sample, columns)
         else:
             group = sample(options.prompt, columns, options.samples)
             show_samples(group, rewards)
@@ -136,10 +136,10 @@ def _sample(
     return group
 
 
-def talk(sample: Callable[..., Group]) -> None:
+def talk(sample: Callable[..., Group], columns: dict[str, Any]) -> None:
     """Hold a conversation: each line of standard input is a message of the user.
 
-    An empty line starts a new conversation.
+    An empty line starts a new conversation. An environment's ``reset`` gets the columns.
     """
     messages = []
     for turn, line in enumerate(sys.stdin):
@@ -147,7 +147,7 @@ def talk(sample: Callable[..., Group]) -> None:
             messages = []
             continue
         messages.append({"role": "user", "content": line.rstrip("\n")})
-        (completion,) = sample(messages, {}, 1, turn).completions
+        (completion,) = sample(messages, columns, 1, turn).completions
         # With tools, a completion has several messages of the model, with results of tools between
         # them.
         answer = getattr(completion, "messages", None)
