@@ -50,6 +50,7 @@ case "${1:-}" in
   *.yaml | *.yml) set -- --config "$@" ;;
 esac
 [[ "${NNODES:-1}" == 1 ]] || { echo "error: several machines: torchrun's own command, see docs/multi_gpu.md" >&2; exit 2; }
+echo "loading PyTorch ..."
 count_gpus="import signal; signal.signal(signal.SIGINT, signal.SIG_DFL); import torch; print(torch.cuda.device_count() or 1)"
 processes="${NPROC_PER_NODE:-$("$python" -c "$count_gpus")}"
 [[ " $* " != *" --debug "* ]] || processes=1

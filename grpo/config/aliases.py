@@ -6,6 +6,8 @@ docs/trl_arguments.md has all names of TRL."""
 OTHER_NAMES = {
     # Sections that a user may take for a key: train(model="Qwen/Qwen2.5-0.5B").
     "model": "model.name_or_path names the model",
+    "model.name": "model.name_or_path",
+    "model.path": "model.name_or_path",
     "lora": "lora.rank above 0 trains LoRA adapters",
     "args": "the settings of GRPOConfig are keys of the configuration: "
     "docs/trl_arguments.md names the key of each",
@@ -108,4 +110,4 @@ OTHER_NAMES = {
     "multi_objective_aggregation": "algorithm.name=gdpo normalizes each reward before their sum",
 }
 """Key to use instead of each name, or a sentence if no single key replaces the name. Names are
-listed without their section."""
+listed without their section, unless they are names of another section's keys too."""

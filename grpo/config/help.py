@@ -101,7 +101,7 @@ def unknown_key(key: str, keys: list[str], other_names: Mapping[str, str] = OTHE
     """Return the message for a key that does not exist. The message names the key that was probably
     meant."""
     leaf = key.rpartition(".")[2]
-    suggestion = other_names.get(leaf)
+    suggestion = other_names.get(key) or other_names.get(leaf)
     # The name may be misspelt, or right but in a wrong section.
     if suggestion is None:
         sections = [name.partition(".")[0] for name in keys]

@@ -78,6 +78,9 @@ def resolve_model(
             f"{path} is a LoRA adapter: model.adapter={path} with model.name_or_path={base} "
             "continues it, python -m grpo.merge makes it a model"
         )
+    # The Hub's ids have one slash. For other names its message would be about ids, not folders.
+    if base.count("/") > 1 and not os.path.exists(base):
+        raise ValueError(f"{base}: there is no such folder")
     # A wrong name ends the run here, before weights are downloaded.
     with as_value_error(f"{base} cannot be loaded"):
         AutoConfig.from_pretrained(base, trust_remote_code=trust_remote_code)

@@ -61,13 +61,16 @@ def print_result(run: Run) -> None:
     output = run.config.output_dir
     if not run.config.debug:
         kind = "a LoRA adapter" if run.learner.policy.adapter else "a Hugging Face folder"
-        show(f"saved     {output}/checkpoint-{run.max_steps}, {kind}")
+        show(
+            f"saved     {output}/checkpoint-{run.max_steps}, {kind}; "
+            f"python -m grpo.report {output} draws the run"
+        )
     best = run.progress.best
     if best:
         value = f"{run.config.checkpoint.keep_best} {best['value']:.4g}"
         show(f"best      {output}/checkpoint-{best['step']}, {value}")
     for hint in run.log.reporter.hints.verdict().values():
-        show(f"verdict   {hint}")
+        show(f"at end    {hint}")
 
 
 def _rescue_and_report(run: Run, failure: BaseException, ends_process: bool) -> None:

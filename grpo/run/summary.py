@@ -50,12 +50,12 @@ def print_summary(
         f"them trained; {config.runtime.precision} on {run.world.device.type}",
         f"step      {rollout.prompts_per_step} problems x {rollout.num_generations} completions, "
         f"{run.world.size} rank(s), {algorithm.updates_per_step} update(s); "
-        f"{run.max_steps} steps; an epoch has {run.tasks.schedule.steps_per_epoch}",
+        f"{run.max_steps} steps, {run.tasks.schedule.steps_per_epoch} in an epoch",
         f"algorithm {algorithm.name}: {algorithm.advantages or built_in}; {algorithm.objective}, "
         f"{algorithm.aggregation}, beta {algorithm.beta:g}, sampler correction "
         f"{algorithm.sampler_correction}",
-        f"output    {config.output_dir}, checkpoint.save_steps={save_steps}; "
-        f"{how_to_continue(config)}",
+        f"output    {config.output_dir}, checkpoint.save_steps={save_steps}, besides the last step "
+        f"and a stop by Ctrl-C or SIGTERM; {how_to_continue(config)}",
         data_line(config.data, train, evaluation, len(eval_problems)),
         *train.notes,
         *warnings_of(config, train.problems, eval_problems),

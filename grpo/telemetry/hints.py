@@ -56,10 +56,10 @@ HINT_RULES = (
         "entropy",
         "entropy",
         (
-            "the entropy is {mean:.4f}: the completions of a prompt become identical, as they do "
-            "once it is learned, and then give no gradient. If the accuracy should still rise, "
-            "lower optim.learning_rate, raise algorithm.beta, or, with several updates per "
-            "rollout, set algorithm.epsilon_high=0.28"
+            "the entropy is {mean:.4f}: the completions of a prompt become identical. All is well "
+            "if the reward is high: the task is learned. If it should still rise, lower "
+            "optim.learning_rate, raise algorithm.beta, or, with several updates per rollout, set "
+            "algorithm.epsilon_high=0.28"
         ),
         below=0.02,
     ),
@@ -68,10 +68,10 @@ HINT_RULES = (
         "equal rewards",
         "frac_reward_zero_std",
         (
-            "{mean:.0%} of the groups have equal rewards and give no gradient, except with "
-            "algorithm.baseline=none. With a high reward these problems are learned; all is well "
-            "then. Else they are too hard, or the reward function is wrong or gives None: read "
-            "completions, change the data, raise rollout.num_generations, or set "
+            "{mean:.0%} of the groups have equal rewards. All is well if the reward is high: these "
+            "problems are learned. If it is low, they give no gradient (except with "
+            "algorithm.baseline=none): they are too hard, or the reward function is wrong or gives "
+            "None: read completions, change the data, raise rollout.num_generations, or set "
             "algorithm.dynamic_sampling=true"
         ),
         above=0.8,

@@ -64,7 +64,8 @@ class LoadedTool:
     ):
         self._spec = spec
         self._args = args
-        self._function = function or load_named("tool", spec, TOOLS)
+        function = function or TOOLS.get(spec)
+        self._function = function or functions.load_object(spec, "tool", ", ".join(TOOLS))
 
     def describe(self) -> Description:
         """Return the description of the tool, with its schema. This imports transformers."""
@@ -108,7 +109,7 @@ class LoadedEnvironment:
         factory: Any,
     ):
         self._spec = spec
-        self._factory = factory or load_named("environment", spec, {})
+        self._factory = factory or functions.load_object(spec, "environment", "")
         self.slots: dict[int, Any] = {}
         """Row of the rollout -> its environment."""
         self._to_close: list[Any] = []
@@ -222,21 +223,6 @@ class LoadedEnvironment:
         if slot not in self.slots:
             raise UserError("its environment was in a worker process that was killed")
         return self.slots[slot]
-
-
-def load_named(kind: str, spec: str, builtin: Mapping[str, Any]) -> Any:
-    """Return the tool or environment that a name stands for: a function or a class.
-
-    Args:
-        kind: "tool" or "environment", for messages.
-        spec: a key of ``builtin``, ``package.module:name`` or ``path/to/file.py:name``.
-
-    Raises:
-        ValueError: if there is no function or class of that name.
-    """
-    if spec in builtin:
-        return builtin[spec]
-    return functions.load_object(spec, kind, ", ".join(builtin))
 
 
 def set_seed(seed: int) -> None:

@@ -55,7 +55,7 @@ def test_an_answer_that_json_does_not_have_is_written_as_text(tmp_path):
             ["eval.format=shape"],
             "eval.correctness and eval.format take one of share_of_digits, not {'shape'}",
         ),
-        (["--model=nowhere/at/all"], "nowhere/at/all cannot be loaded"),
+        (["--model=nowhere/at/all"], "nowhere/at/all: there is no such folder"),
         (["--output=/"], "--output / cannot be written"),
         (["--engine", "vllm"], "argument '--engine' is not understood"),
     ],

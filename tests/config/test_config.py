@@ -248,6 +248,7 @@ MISTAKES = r"""
     beta=1 -> did you mean 'algorithm.beta'?
     output_dri=1 -> did you mean 'output_dir'?
     optim.lr=1 -> did you mean 'optim.learning_rate'?
+    model.name=1 -> did you mean 'model.name_or_path'?
     vllm_server_timeout=1 -> did you mean 'runtime.timeout_s'?
     torch_compile=1 -> unknown key 'torch_compile'; see --help
     rollout.top_p=1.5 -> rollout.top_p=1.5: input should be less than or equal to 1

@@ -19,7 +19,7 @@ def inside(arguments) -> int:
 
 def test_equal_groups_for_many_steps_move_nothing_but_weight_decay(capsys, tmp_path, random_model):
     """Adam's step is exactly 0; each matrix shrinks by the factor 1 - lr * decay a step, norms
-    stay. The hint is given at the third step and in the verdict."""
+    stay. The hint is given at the third step and at the end."""
     steps = 6
     lr = 1e-3
     decay = 0.1
@@ -31,7 +31,7 @@ def test_equal_groups_for_many_steps_move_nothing_but_weight_decay(capsys, tmp_p
     assert inside([*small_run(random_model, tmp_path / "run"), *options]) == 0
     shown = capsys.readouterr().out
     equal = "100% of the groups have equal rewards"
-    assert shown.count(f"hint: {equal}") == shown.count(f"\nverdict   {equal}") == 1
+    assert shown.count(f"hint: {equal}") == shown.count(f"\nat end    {equal}") == 1
     assert shown.index("\nstep 3/") < shown.index(f"hint: {equal}") < shown.index("\nstep 4/")
     assert "entropy" not in shown
     for line in lines(tmp_path / "run"):
