@@ -142,6 +142,7 @@ def update(learner: Learner, step: Step, minibatch: Batch, *, is_first_iteration
         with gradient_sync(learner.scorer, enabled=is_last):
             # Shifted cross-entropy of the completion's tokens: grpo/algorithm/logprobs.py.
             with learner.policy.autocast():
+                # entropy_BT has no gradient: it is for the metrics.
                 new_BT, entropy_BT = learner.scorer(*micro.scorer_inputs)
             old_BT = new_BT.detach() if micro.old_logprobs_BT is None else micro.old_logprobs_BT
             # GRPO: ratio = exp(new - old) (importance_ratio); the loss of a token is

@@ -53,7 +53,8 @@ NOTES = {
     "vllm_server_timeout": "a third of it, 600 s; in TRL 240",
     "vllm_group_port": "the weights go through files",
     "vllm_gpu_memory_utilization": "TRL's 0.3 is written `--gpu-memory-utilization 0.3`",
-    "epsilon_high": "for `cispo` subtract 1 from TRL's value, which is the cap itself",
+    "epsilon_high": "for `cispo` subtract 1 from TRL's value, which is the cap itself. Unset, the "
+    "cap is 6 here, and in TRL `epsilon`, 0.2",
     "loss_type": "[more](from_trl.md#what-behaves-differently)",
     "mask_truncated_completions": "the [average](from_trl.md#what-behaves-differently) differs",
     "ref_model_sync_steps": "counts rollouts, in TRL updates; 0 is off, as without `sync_ref_model`",

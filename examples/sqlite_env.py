@@ -1,12 +1,16 @@
-"""An environment whose tools read and write a database of their own: one for each completion.
+"""Two environments with a database.
 
-    environment: "examples/sqlite_env.py:People"
+    environment: "examples/sqlite_env.py:People"      # tools that write: a database per completion
+    environment: "examples/sqlite_env.py:Questions"   # SQL of the model, on a file: read only
 
-Rows have the columns `name` and `age`, and a prompt that asks to add this person. A call is written
-<insert>{"name": "Ada", "age": 36}</insert>, or in the form of the model's chat template.
+For `People`, rows have the columns `name` and `age`, and a prompt that asks to add this person. A
+call is written <insert>{"name": "Ada", "age": 36}</insert>, or in the form of the model's chat
+template. For `Questions`, rows have the column `database`, the path of a file, and an `answer` for
+a reward such as accuracy.
 """
 
 import sqlite3
+import time
 
 
 class People:
@@ -39,3 +43,27 @@ class People:
         """Return 1 or 0. It takes no arguments: what it needs of a row is kept in `reset`."""
         rows = self._database.execute("SELECT * FROM people").fetchall()
         return float(rows == [self._person])
+
+
+class Questions:
+    """Environment with the tool `query`. It has no reward: name one in reward.functions."""
+
+    def reset(self, database: str, **row) -> None:
+        """Open the file for reading alone."""
+        self._database = sqlite3.connect(f"file:{database}?mode=ro", uri=True)
+        # A query without end would hang until its worker is killed, and with it the environments of
+        # other completions. SQLite asks every 10,000 instructions whether to interrupt it.
+        self._database.set_progress_handler(self._is_late, 10_000)
+
+    def query(self, sql: str) -> str:
+        """Run a query and return its first 20 rows.
+
+        Args:
+            sql: A SELECT in the language of SQLite.
+        """
+        self._deadline = time.monotonic() + 1.0
+        rows = self._database.execute(sql).fetchmany(20)
+        return "\n".join(map(str, rows)) or "no rows"
+
+    def _is_late(self) -> bool:
+        return time.monotonic() > self._deadline

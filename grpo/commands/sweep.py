@@ -216,7 +216,7 @@ def variant_names(variants: Sequence[Sequence[str]]) -> list[str]:
     for changes in variants:
         # Secrets are masked, because the names are printed and shown by a dashboard.
         text = ",".join(map(mask_secrets, changes)) or "base"
-        without_sections = re.sub(r"\b\w+\.(?=\w+=)", "", text)
+        without_sections = re.sub(r"(?<![\w.])\w+\.(?=[\w.]+=)", "", text)
         name = re.sub(r"[^\w.,=+-]+", "_", without_sections, flags=re.ASCII)[:100].strip("_")
         # Two variants may differ only in characters that are replaced or cut off above.
         if name in names:

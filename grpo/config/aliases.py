@@ -61,9 +61,9 @@ OTHER_NAMES = {
     "logging_strategy": "logging.every",
     "logging_first_step": "logging.every",
     "num_completions_to_print": "logging.log_completions",
-    "logging_dir": "output_dir",
+    "logging_dir": "TensorBoard's files are in output_dir/tensorboard",
     "overwrite_output_dir": "checkpoint.resume=never starts again",
-    "bf16": "runtime.precision",
+    "bf16": "runtime.precision is bf16 or fp32",
     "dtype": "runtime.precision",
     "torch_dtype": "runtime.precision",
     "use_cpu": "runtime.device",
@@ -77,16 +77,17 @@ OTHER_NAMES = {
     # over all ranks, and the tokens of a micro-batch are limited.
     "generation_batch_size": "rollout.prompts_per_step counts problems: "
     "generation_batch_size / num_generations",
-    "per_device_train_batch_size": "rollout.prompts_per_step problems in all; "
-    "optim.tokens_per_microbatch in one pass",
-    "gradient_accumulation_steps": "it follows from optim.tokens_per_microbatch, "
-    "a limit on the tokens of one pass",
+    "per_device_train_batch_size": "rollout.prompts_per_step = per_device_train_batch_size * "
+    "gradient_accumulation_steps * GPUs / num_generations",
+    "gradient_accumulation_steps": "a factor of rollout.prompts_per_step = "
+    "per_device_train_batch_size * gradient_accumulation_steps * GPUs / num_generations; "
+    "optim.tokens_per_microbatch cuts the passes",
     "per_device_eval_batch_size": "rollout.tokens_in_flight limits the tokens that are sampled at "
     "once",
     "reward_weights": "each entry of reward.functions has a weight: {name: accuracy, weight: 0.5}",
     "report_to": "logging.wandb=online or offline, logging.trackio=true, logging.tensorboard=true",
-    "loss_type": "algorithm.name=grpo, cispo or sapo; "
-    "algorithm.aggregation=token_mean is TRL's dapo, constant its dr_grpo",
+    "loss_type": "algorithm.name=grpo, cispo or sapo; algorithm.aggregation=token_mean "
+    "is TRL's dapo and bnpo, constant its dr_grpo; there is no luspo or vespo",
     # vLLM runs in servers, which have their own command line.
     "vllm_mode": "rollout.engine=vllm samples with servers: "
     "rollout.server=start starts them, or names their addresses",

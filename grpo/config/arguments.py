@@ -103,6 +103,11 @@ def make_config(
         # are computed again.
         start = source.user_values
         is_debug = source.debug
+    elif hasattr(source, "to_dict"):  # TRL's GRPOConfig
+        raise ConfigError(
+            "the settings of GRPOConfig are keys of the configuration: docs/trl_arguments.md names "
+            "the key of each"
+        )
     else:
         start = _user_values_of(source or {})
 

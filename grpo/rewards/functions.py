@@ -58,17 +58,15 @@ ENVIRONMENTS_ARGUMENT = "environments"
 
 A reward that takes this argument runs in the worker processes of the environments.
 """
-NOT_IN_KWARGS = (ENVIRONMENTS_ARGUMENT, "trainer_state", "log_metric", "log_extra")
-"""Arguments that a reward gets only if it has a parameter of that name.
-
-They are never passed in ``**kwargs``, where rewards expect columns.
-"""
 TRAINER_ARGUMENTS = (
     "prompts",
     "completions",
     "completion_ids",
     "environment_rewards",
-    *NOT_IN_KWARGS,
+    ENVIRONMENTS_ARGUMENT,
+    "trainer_state",
+    "log_metric",
+    "log_extra",
 )
 """Arguments that the trainer passes to a reward besides the columns.
 
@@ -263,8 +261,7 @@ class FunctionInfo:
         """
         arguments = dict(args)
         for name, value in inputs.items():
-            in_kwargs = self.has_kwargs and name not in NOT_IN_KWARGS
-            is_taken = name in self.parameter_names or in_kwargs
+            is_taken = name in self.parameter_names or self.has_kwargs
             # A column does not fill a setting: a column named `value` would change the score.
             is_setting = name in args or (self.is_builtin and name in self.configurable)
             if is_taken and not is_setting:

@@ -251,7 +251,8 @@ class RewardRunner(contextlib.AbstractContextManager):
             if missing:
                 raise ValueError(
                     f"reward {name!r} needs the column(s) {', '.join(missing)}; "
-                    f"{source} have {', '.join(sorted(columns))}"
+                    f"{source} have {', '.join(sorted(columns))} (data.answer_column makes another "
+                    "column the answer)"
                 )
 
     @property
@@ -287,11 +288,7 @@ class RewardRunner(contextlib.AbstractContextManager):
             )
 
         tools = self._environments
-        if (
-            ENVIRONMENTS_ARGUMENT in info.parameter_names
-            and tools is not None
-            and tools.environment
-        ):
+        if ENVIRONMENTS_ARGUMENT in info.parameter_names and tools and tools.environment:
             # An environment cannot leave its process, so the function is loaded there too.
             self._functions_with_environments.add(number)
             tools.pool.load(what, number, *factory, user_object=spec.function)

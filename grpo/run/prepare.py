@@ -194,7 +194,7 @@ def _prepare(
             append_line(Path(config.output_dir) / "starts.jsonl", facts)
     # A run that continues from another folder does not repeat the last line of the earlier run. An
     # exception is a step that is still to be evaluated: the evaluation is added to its line.
-    continues_here = checkpoint is not None and is_in_output_dir(checkpoint, config)
+    continues_here = checkpoint and is_in_output_dir(checkpoint, config)
     reporter = Reporter(
         config,
         is_main=world.is_main,

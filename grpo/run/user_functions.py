@@ -167,6 +167,9 @@ def _load(key: str, name: str, args: Mapping[str, Any], files: dict[str, str]) -
     files to ``files``."""
     function = load_object(name, key, "")
     files |= source_files(name, function)
+    unknown = args.keys() - named_arguments(function)
+    if unknown:
+        raise ValueError(f"{key}_args: {name} has no parameter {', '.join(unknown)}")
     return partial(function, **args)
 
 
@@ -223,6 +226,7 @@ def _try_objective(function: UserObjective) -> None:
         is_same_gradient = torch.allclose(gradient_BT, other_gradient_BT, atol=1e-6)
         if not is_same_loss or not is_same_gradient:
             raise ValueError(
-                f"the loss ({loss:g}) is not finite, or that of a row depends on the other rows "
-                "or on the number of padding columns, and so the update on how the batch is cut"
+                f"the loss ({loss:g}) or its gradient is not finite, or that of a row depends on "
+                "the other rows or on the number of padding columns, and so the update on how the "
+                "batch is cut"
             )

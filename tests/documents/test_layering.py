@@ -38,7 +38,7 @@ ALONE = {
 
 MAX_ROOMS = 22
 BUDGETS = {
-    "system": 990, "attention": 5740, "algorithm": 8160, "config": 7080, "distributed": 3030, "data": 7860,
+    "system": 990, "attention": 5740, "algorithm": 8160, "config": 7100, "distributed": 3030, "data": 7860,
     "telemetry": 4990, "workers": 5020, "rewards": 9380, "model": 4590, "rollout": 8820, "vllm": 4340, "turns": 7020,
     "evaluation": 2520, "checkpoint": 3010, "run": 12420, "library": 1730, "report": 2620, "commands": 5440,
 }  # fmt: skip

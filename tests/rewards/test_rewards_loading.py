@@ -96,5 +96,6 @@ def test_args_of_a_configuration_win_over_columns():
         "log_metric",
     )
     columns = {name: ["from the column"] for name in names}
-    expected = (2.0, ["from the column"], 3, ["completion_ids", "more", "prompts"])
+    in_kwargs = ["completion_ids", "log_extra", "log_metric", "more", "prompts"]
+    expected = (2.0, ["from the column"], 3, in_kwargs)
     assert call_reward(mine, {"scale": 2.0}, columns, RewardLog(1), TrainerState(3)) == expected

@@ -79,7 +79,7 @@ constant = 3
     ("key", "name", "message"),
     [
         ("objective", "per_row", r"must return a tensor of shape \(3, 2\), got \(3,\)"),
-        ("objective", "not_at_1", r"the loss \(nan\) is not finite"),
+        ("objective", "not_at_1", r"the loss \(nan\) or its gradient is not finite"),
         ("objective", "over_rows", "that of a row depends on the other rows or on"),
         (
             "objective",
@@ -145,7 +145,7 @@ def test_parameters_come_from_the_configuration(tmp_path):
     advantages_PG, _ = call_user_advantages(user.advantages, rewards_PG, rewards_PG[..., None], {})
     assert advantages_PG.tolist() == [[5.0, 0.0]]
     misspelt = make_config(config, {"algorithm.objective_args.facto": 1.0})
-    with pytest.raises(ValueError, match=r"objective=.*facto"):
+    with pytest.raises(ValueError, match=r"objective_args: .* has no parameter facto"):
         load_user_functions(misspelt)
 
 

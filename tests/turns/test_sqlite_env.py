@@ -1,6 +1,9 @@
 """The example of an environment with a database: by hand, and with the schemas that a model
 reads."""
 
+import sqlite3
+
+import pytest
 from conftest import ROOT
 
 from grpo.config import make_config
@@ -32,3 +35,21 @@ def test_its_tools_have_schemas():
         assert names == {"insert", "count"}
     finally:
         tools.close()
+
+
+def test_sql_of_the_model_reads_and_ends(tmp_path):
+    """Rows as text; a write is refused, and a query without end is interrupted."""
+    path = tmp_path / "shop.db"
+    with sqlite3.connect(path) as database:
+        database.execute("CREATE TABLE products (name TEXT, price INTEGER)")
+        database.executemany("INSERT INTO products VALUES (?, ?)", [("pen", 2), ("cup", 5)])
+    environment = load_object(f"{ROOT}/examples/sqlite_env.py:Questions", "environment", "")()
+    environment.reset(database=str(path), answer="5")
+    assert environment.query("SELECT name, price FROM products") == "('pen', 2)\n('cup', 5)"
+    assert environment.query("SELECT 1 WHERE 0") == "no rows"
+    with pytest.raises(sqlite3.OperationalError, match="readonly"):
+        environment.query("DELETE FROM products")
+    endless = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i FROM n) SELECT max(i) FROM n"
+    with pytest.raises(sqlite3.OperationalError, match="interrupted"):
+        environment.query(endless)
+    assert environment.query("SELECT max(price) FROM products") == "(5,)"
