@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -167,9 +168,15 @@ def _load(key: str, name: str, args: Mapping[str, Any], files: dict[str, str]) -
     files to ``files``."""
     function = load_object(name, key, "")
     files |= source_files(name, function)
-    unknown = args.keys() - named_arguments(function)
+    # A partial shows parameters after a bound one as keyword-only: a misspelt name among them would
+    # be taken for a parameter of the user's own.
+    parameters = inspect.getfullargspec(function).kwonlyargs
+    unknown = args.keys() - parameters
     if unknown:
-        raise ValueError(f"{key}_args: {name} has no parameter {', '.join(unknown)}")
+        raise ValueError(
+            f"{key}_args: {name} has no parameter {', '.join(unknown)} after *; "
+            f"it has {', '.join(parameters) or 'none'}"
+        )
     return partial(function, **args)
 
 
@@ -214,10 +221,7 @@ def _try_objective(function: UserObjective) -> None:
     (gradient_BT,) = torch.autograd.grad(loss, logprobs_BT)
     if not gradient_BT.any():
         raise ValueError("the loss has no gradient")
-    row_by_row = torch.zeros(())
-    for b in range(3):
-        row = slice(b, b + 1)
-        row_by_row = row_by_row + loss_of(row)
+    row_by_row = sum(loss_of(slice(b, b + 1)) for b in range(3))
     with_padding = loss_of(all_rows, num_padding=2)
     for other_loss in (row_by_row, with_padding):
         (other_gradient_BT,) = torch.autograd.grad(other_loss, logprobs_BT)

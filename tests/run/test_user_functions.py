@@ -129,7 +129,8 @@ def test_parameters_come_from_the_configuration(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(
         "def loss(ratio_BT, A_B1, *, factor=1.0):\n    return -factor * ratio_BT * A_B1\n"
-        "def advantages(rewards_PG, factor):\n    return factor * rewards_PG\n"
+        "def advantages(rewards_PG, *, factor):\n    return factor * rewards_PG\n"
+        "def typo(ratio_BT, A_B1, factor=1.0, ref_logprob_BT=None):\n    return -ratio_BT * A_B1\n"
     )
     names = {"objective": f"{file}:loss", "advantages": f"{file}:advantages"}
     args = {"objective_args.factor": 3.0, "advantages_args.factor": 5.0}
@@ -145,8 +146,12 @@ def test_parameters_come_from_the_configuration(tmp_path):
     advantages_PG, _ = call_user_advantages(user.advantages, rewards_PG, rewards_PG[..., None], {})
     assert advantages_PG.tolist() == [[5.0, 0.0]]
     misspelt = make_config(config, {"algorithm.objective_args.facto": 1.0})
-    with pytest.raises(ValueError, match=r"objective_args: .* has no parameter facto"):
+    with pytest.raises(ValueError, match=r"no parameter facto after \*; it has factor"):
         load_user_functions(misspelt)
+    # With factor bound, Python would take ref_logprob_BT for a parameter after *.
+    hidden_typo = make_config(config, {"algorithm.objective": f"{file}:typo"})
+    with pytest.raises(ValueError, match=r"no parameter factor after \*; it has none"):
+        load_user_functions(hidden_typo)
 
 
 def test_the_example_by_hand():
