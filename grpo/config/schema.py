@@ -222,7 +222,7 @@ class RewardConfig(Section):
     timeout_s: PositiveFloat = 10.0
     """Time limit of a call in seconds. A reward function that takes longer is killed, and the
     completion has no reward. A tool that takes longer is killed, and the model gets an error as its
-    result."""
+    result; a method of an environment ends the conversation, without a reward."""
     num_workers: PositiveInt | None = None
     """Number of processes per rank that run reward functions, and number of further processes that
     run tools. Default: 1 for reward functions, 8 for tools."""

@@ -47,6 +47,12 @@ def test_sql_of_the_model_reads_and_ends(tmp_path):
     environment.reset(database=str(path), answer="5")
     assert environment.query("SELECT name, price FROM products") == "('pen', 2)\n('cup', 5)"
     assert environment.query("SELECT 1 WHERE 0") == "no rows"
+    for sql in (f"ATTACH '{path}' AS w", f"VACUUM INTO '{tmp_path}/new.db'"):
+        with pytest.raises(sqlite3.OperationalError, match="attached"):
+            environment.query(sql)
+    assert not (tmp_path / "new.db").exists()
+    with pytest.raises(sqlite3.DataError, match="too big"):
+        environment.query("SELECT length(hex(zeroblob(200000000)))")
     with pytest.raises(sqlite3.OperationalError, match="readonly"):
         environment.query("DELETE FROM products")
     endless = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i FROM n) SELECT max(i) FROM n"
