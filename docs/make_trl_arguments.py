@@ -25,8 +25,8 @@ BEGINNING = """\
 For TRL 1.16.0; [Coming from TRL](from_trl.md) has the rest. This page is written by
 `docs/make_trl_arguments.py`.
 
-The column "here" is what the command line answers to a name of TRL: `save_total_limit=3` ends with
-`did you mean 'checkpoint.keep'?`. Both defaults are shown where a value means the same on both
+The column "here", without its notes, is what the command line answers to a name of TRL:
+`save_total_limit=3` ends with `did you mean 'checkpoint.keep'?`. Both defaults are shown where a value means the same on both
 sides; **those that differ are bold**. TRL's own settings come first, then those of
 `transformers.TrainingArguments`. Settings that nothing replaces are
 [at the end](#without-a-counterpart).

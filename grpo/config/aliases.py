@@ -37,8 +37,9 @@ OTHER_NAMES = {
     "vllm_importance_sampling_mode": "algorithm.sampler_correction",
     "ref_model_mixup_alpha": "algorithm.ref_sync_alpha",
     "sync_ref_model": "algorithm.ref_sync_steps, a number of steps, and algorithm.ref_sync_alpha",
-    "steps_per_generation": "algorithm.num_minibatches counts updates: "
-    "divide by gradient_accumulation_steps",
+    "steps_per_generation": "algorithm.num_minibatches = steps_per_generation / "
+    "gradient_accumulation_steps; it is also a factor of rollout.prompts_per_step, in place of "
+    "gradient_accumulation_steps",
     "model_init_kwargs": "model.attn_implementation; weights are fp32 (runtime.precision)",
     "lora_r": "lora.rank",
     "r": "lora.rank",
@@ -75,13 +76,14 @@ OTHER_NAMES = {
     "data_seed": "seed",
     # TRL counts the completions of one device in one accumulation step. Here problems are counted
     # over all ranks, and the tokens of a micro-batch are limited.
-    "generation_batch_size": "rollout.prompts_per_step counts problems: "
-    "generation_batch_size / num_generations",
+    "generation_batch_size": "rollout.prompts_per_step = generation_batch_size / num_generations; "
+    "algorithm.num_minibatches = generation_batch_size / (per_device_train_batch_size * "
+    "gradient_accumulation_steps * GPUs)",
     "per_device_train_batch_size": "rollout.prompts_per_step = per_device_train_batch_size * "
-    "gradient_accumulation_steps * GPUs / num_generations",
+    "steps_per_generation (unset: gradient_accumulation_steps) * GPUs / num_generations",
     "gradient_accumulation_steps": "a factor of rollout.prompts_per_step = "
-    "per_device_train_batch_size * gradient_accumulation_steps * GPUs / num_generations; "
-    "optim.tokens_per_microbatch cuts the passes",
+    "per_device_train_batch_size * gradient_accumulation_steps * GPUs / num_generations, unless "
+    "steps_per_generation is set; optim.tokens_per_microbatch cuts the passes",
     "per_device_eval_batch_size": "rollout.tokens_in_flight limits the tokens that are sampled at "
     "once",
     "reward_weights": "each entry of reward.functions has a weight: {name: accuracy, weight: 0.5}",
