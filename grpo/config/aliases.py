@@ -81,9 +81,8 @@ OTHER_NAMES = {
     "gradient_accumulation_steps * GPUs)",
     "per_device_train_batch_size": "rollout.prompts_per_step = per_device_train_batch_size * "
     "steps_per_generation (unset: gradient_accumulation_steps) * GPUs / num_generations",
-    "gradient_accumulation_steps": "a factor of rollout.prompts_per_step = "
-    "per_device_train_batch_size * gradient_accumulation_steps * GPUs / num_generations, unless "
-    "steps_per_generation is set; optim.tokens_per_microbatch cuts the passes",
+    "gradient_accumulation_steps": "a factor of rollout.prompts_per_step, as under "
+    "per_device_train_batch_size; optim.tokens_per_microbatch cuts the passes",
     "per_device_eval_batch_size": "rollout.tokens_in_flight limits the tokens that are sampled at "
     "once",
     "reward_weights": "each entry of reward.functions has a weight: {name: accuracy, weight: 0.5}",
