@@ -77,11 +77,11 @@ OTHER_NAMES = {
     # TRL counts the completions of one device in one accumulation step. Here problems are counted
     # over all ranks, and the tokens of a micro-batch are limited.
     "generation_batch_size": "rollout.prompts_per_step = generation_batch_size / num_generations; "
-    "algorithm.num_minibatches = generation_batch_size / (per_device_train_batch_size * "
+    "algorithm.num_minibatches = the same / (per_device_train_batch_size * "
     "gradient_accumulation_steps * GPUs)",
     "per_device_train_batch_size": "rollout.prompts_per_step = per_device_train_batch_size * "
     "steps_per_generation (unset: gradient_accumulation_steps) * GPUs / num_generations",
-    "gradient_accumulation_steps": "a factor of rollout.prompts_per_step, as under "
+    "gradient_accumulation_steps": "a factor of rollout.prompts_per_step, as is "
     "per_device_train_batch_size; optim.tokens_per_microbatch cuts the passes",
     "per_device_eval_batch_size": "rollout.tokens_in_flight limits the tokens that are sampled at "
     "once",
