@@ -54,8 +54,8 @@ def print_summary(
         f"algorithm {algorithm.name}: {algorithm.advantages or built_in}; {algorithm.objective}, "
         f"{algorithm.aggregation}, beta {algorithm.beta:g}, sampler correction "
         f"{algorithm.sampler_correction}",
-        f"output    {config.output_dir}, checkpoint.save_steps={save_steps}, besides the last step "
-        f"and a stop by Ctrl-C or SIGTERM; {how_to_continue(config)}",
+        f"output    {config.output_dir}, checkpoint.save_steps={save_steps}, saved also at the "
+        f"end, at Ctrl-C and SIGTERM; {how_to_continue(config)}",
         data_line(config.data, train, evaluation, len(eval_problems)),
         *train.notes,
         *warnings_of(config, train.problems, eval_problems),

@@ -22,7 +22,7 @@ def test_libraries_print_nothing_and_the_run_starts_with_a_summary(tmp_path, ran
     shown = done.stdout
     assert "6 problems x 4 completions, 2 rank(s), 1 update(s); 1 steps" in shown
     assert (
-        f"{tmp_path}/run, checkpoint.save_steps=none, besides the last step and a stop by Ctrl-C or "
+        f"{tmp_path}/run, checkpoint.save_steps=none, saved also at the end, at Ctrl-C and "
         "SIGTERM; the same command or call continues from there"
     ) in shown
 
