@@ -107,7 +107,7 @@ def test_what_a_run_leaves_behind(tmp_path, random_model):
     )
     shown = [line.split("  ")[0] for line in done.stdout.splitlines() if "/5  " in line]
     assert shown == ["eval 0/5", "eval 2/5", "step 3/5", "eval 4/5", "step 5/5", "eval 5/5"]
-    assert done.stdout.index("before") < done.stdout.index("saved ")
+    assert done.stdout.index("before") < done.stdout.index("\nsaved ")
     written = lines(tmp_path / "run")
     assert [line["step"] for line in written] == [0, 1, 2, 3, 4, 5]
     assert [line["step"] for line in written if "eval/greedy_accuracy" in line] == [
