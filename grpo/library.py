@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from grpo.config import Config, ConfigError, keys_of, make_config, unknown_key
-from grpo.config.aliases import OTHER_NAMES
 from grpo.rewards.functions import BUILTIN_REWARDS, OBJECT_PREFIX
 from grpo.run.user_objects import UserObjects
 
@@ -276,7 +275,7 @@ def _read_settings(config: Any, settings: dict[str, Any], values: dict[str, Any]
         if name.split(".")[0] in Config.model_fields:
             valid_settings[name] = value
         else:
-            mistake = unknown_key(name, valid_names, OTHER_NAMES | TRL_ARGUMENTS)
+            mistake = unknown_key(name, valid_names, TRL_ARGUMENTS)
             mistakes.append(f"train(): {mistake}")
     # The valid settings are checked too, so that the user sees all mistakes at once.
     try:

@@ -4,6 +4,7 @@ import difflib
 import types
 import typing
 from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 import yaml
@@ -97,13 +98,21 @@ def as_yaml(value: Any) -> str:
     return text.removesuffix("\n...\n").strip()
 
 
-def unknown_key(key: str, keys: list[str], other_names: Mapping[str, str] = OTHER_NAMES) -> str:
+def unknown_key(key: str, keys: list[str], more_names: Mapping[str, str] | None = None) -> str:
     """Return the message for a key that does not exist. The message names the key that was probably
-    meant."""
+    meant.
+
+    Args:
+        more_names: names that win over those of other trainers. Default: no names.
+    """
     leaf = key.rpartition(".")[2]
-    suggestion = other_names.get(key) or other_names.get(leaf)
+    suggestion = ""
+    for pattern, answer in (OTHER_NAMES | (more_names or {})).items():
+        if fnmatchcase(key, pattern) or fnmatchcase(leaf, pattern):
+            suggestion = answer
+            break
     # The name may be misspelt, or right but in a wrong section.
-    if suggestion is None:
+    if not suggestion:
         sections = [name.partition(".")[0] for name in keys]
         full_names = {}
         # A later entry replaces an earlier entry. So a section wins over keys that end in its name,
@@ -114,9 +123,10 @@ def unknown_key(key: str, keys: list[str], other_names: Mapping[str, str] = OTHE
         if not similar:
             return f"unknown key {key!r}; see --help, or docs/trl_arguments.md"
         suggestion = full_names[similar[0]]
-    if " " in suggestion:
+    name, _, note = suggestion.partition("; ")
+    if " " in name:
         return f"unknown key {key!r}: {suggestion}"
-    return f"unknown key {key!r}; did you mean {suggestion!r}?"
+    return f"unknown key {key!r}; did you mean {name!r}? {note}".strip()
 
 
 def explain(error: Mapping[str, Any], keys: list[str]) -> str:
