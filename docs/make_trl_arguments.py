@@ -75,7 +75,7 @@ def with_code(text: str) -> str:
     if text in KEYS:  # `seed` looks like a word
         return f"`{text}`"
     text = re.sub(r"\b[a-z]+\.\w+(=\w+)?|\b[a-z0-9]+(_[a-z0-9]+)+", r"`\g<0>`", text)
-    return text.replace("docs/`from_trl`.md", "[from_trl.md](from_trl.md#what-behaves-differently)")
+    return text.replace("more: docs/`from_trl`.md", "[more](from_trl.md#what-behaves-differently)")
 
 
 def row(field: dataclasses.Field) -> str:
