@@ -9,7 +9,7 @@ problem, F reward functions, B = P*G rows (completions), T completion tokens.
 Two differences from the DeepSeekMath paper: a completion that no reward could score gets advantage
 0; the loss is one mean over the optimizer step, over all ranks and micro-batches together.
 
-Where to change what, in grpo/:
+Where to change what, in grpo/ (without an edit: algorithm.objective, advantages and loop):
     ratio, clip, KL   policy_loss and the functions that it calls, in algorithm/loss.py
     advantage         group_advantages and has_no_advantage, in algorithm/advantages.py
     a key's choices   the Literal of their names in algorithm/choices.py, besides the code

@@ -5,7 +5,7 @@ r"""An advantage that knows lengths, and a loss with a KL of its own.
 
 A function gets the arguments that it names: docs/algorithm.md lists them. The demo's beta is 0: the
 loss gets a reference because it names ref_logprobs_BT. Metrics are logged as own/kl and so on. What
-stands after * are parameters of its own: algorithm.objective_args.above=0.2 sets another value.
+stands after * are parameters of its own: algorithm.own_args.objective.above=0.2 sets another value.
 """
 
 import torch

@@ -28,8 +28,6 @@ PAGE = Path(__file__).resolve().parents[1] / "train_grpo.py"
 :func:`train` runs it as a module."""
 RUN_LOCK = threading.Lock()
 """Lock that is held while a run trains in this process."""
-TRL_ARGUMENTS = {"reward_funcs": "reward_functions", "train_dataset": "dataset"}
-"""TRL's name -> our name of an argument of :func:`train`. Error messages suggest our name."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -275,7 +273,7 @@ def _read_settings(config: Any, settings: dict[str, Any], values: dict[str, Any]
         if name.split(".")[0] in Config.model_fields:
             valid_settings[name] = value
         else:
-            mistake = unknown_key(name, valid_names, TRL_ARGUMENTS)
+            mistake = unknown_key(name, valid_names)
             mistakes.append(f"train(): {mistake}")
     # The valid settings are checked too, so that the user sees all mistakes at once.
     try:

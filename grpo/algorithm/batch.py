@@ -105,6 +105,8 @@ class ToolCall:
     error: str = ""
     """Error message that the model saw, if the tool raised, the arguments were wrong, or no tool
     has this name. Default: empty, because the call succeeded."""
+    report: str = ""
+    """The error for the user: with its type, and the line where the tool was called."""
 
     @property
     def failed(self) -> bool:

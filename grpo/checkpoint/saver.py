@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,9 @@ class Progress:
     tokens_in_flight: int | None = None
     """Reduced limit that the dry run chose because the default of ``rollout.tokens_in_flight`` does
     not fit in memory; None if the limit was not reduced."""
+    loop_state: dict[str, Any] = field(default_factory=dict)
+    """State of a training loop of the user, which changes it after the updates of a step, and on
+    all ranks alike. Its values are those that JSON has."""
     # Without an annotation, `mid_update` is no field of the dataclass, so it is not saved.
     mid_update = False
     """True from the first update of the weights in a step until the step is complete. In between,
@@ -50,10 +53,10 @@ class Progress:
     def from_state(cls, state: dict[str, Any]) -> "Progress":
         """Return the progress in a checkpoint's state. For an empty state, return the progress of a
         new run."""
-        if not state:
-            return cls()
-        # The state holds facts of the run as well, such as its configuration.
-        return cls(**{field.name: state[field.name] for field in dataclasses.fields(cls)})
+        # The state holds facts of the run as well, such as its configuration, and that of an
+        # earlier version may lack fields.
+        names = vars(cls()).keys() & state.keys()
+        return cls(**{name: state[name] for name in names})
 
     def complete_step(self, line: dict[str, Any]) -> None:
         """Record that all updates of a step are done."""

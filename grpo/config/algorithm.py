@@ -72,10 +72,11 @@ class AlgorithmConfig(Section):
     advantages: str | None = None
     """Your function that computes advantages from rewards: path/to/file.py:function
     (docs/algorithm.md). Default: (reward - baseline) / scale."""
-    objective_args: dict[str, Any] = {}
-    """Keyword arguments for your function of objective."""
-    advantages_args: dict[str, Any] = {}
-    """Keyword arguments for your function of advantages."""
+    loop: str | None = None
+    """Your function train(run) in the place of the loop in train_grpo.py: path/to/file.py:function
+    (docs/algorithm.md). Default: the loop of the page."""
+    own_args: dict[Literal["objective", "advantages", "loop"], dict[str, Any]] = {}
+    """Keyword arguments for your functions: {objective: {NAME: VALUE}, loop: {NAME: VALUE}}."""
     baseline: Baseline = "mean"
     """Number that is subtracted from each reward: the mean of the group, the mean of the other
     completions of the group (leave_one_out), or 0 (none)."""

@@ -4,9 +4,8 @@ from pathlib import Path
 
 import yaml
 
-OTHER_NAMES = yaml.safe_load(
-    Path(__file__).with_name("other_names.yaml").read_text(encoding="utf-8")
-)
+FILE = Path(__file__).with_name("other_names.yaml")
+OTHER_NAMES = yaml.safe_load(FILE.read_text())
 """Name, or pattern of names -> the key that replaces it, the key with a note (``KEY; NOTE``), or a
 sentence. Names are listed without their section, unless they are names of another section's keys
 too."""

@@ -19,7 +19,6 @@ NO_EFFECT_WITH = {
         "algorithm.ref_sync_alpha model.reference"
     ),
     "algorithm.ref_sync_steps=0": "algorithm.ref_sync_alpha",
-    "algorithm.advantages=None": "algorithm.advantages_args",
     "rollout.engine=builtin": "rollout.server rollout.vllm_command rollout.weights_folder",
     "rollout.engine=vllm": "rollout.tokens_in_flight runtime.fast_decode",
     # Greedy completions of one problem are equal, so one is sampled. There is no entry for
@@ -59,9 +58,9 @@ def keys_without_effect(config: Config) -> dict[str, str]:
     is_local = train_rows.startswith(GENERATED_PREFIXES) or train_rows.endswith(FILE_SUFFIXES)
     conditions = [
         (
-            not is_user_function(objective),
-            f"with algorithm.objective={objective}, which is no function of yours",
-            "algorithm.objective_args",
+            not all(is_user_function(str(getattr(algorithm, key))) for key in algorithm.own_args),
+            "for a key that names no function of yours",
+            "algorithm.own_args",
         ),
         (objective != "clip", f"with algorithm.objective={objective}", "algorithm.delta"),
         (

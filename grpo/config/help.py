@@ -98,16 +98,12 @@ def as_yaml(value: Any) -> str:
     return text.removesuffix("\n...\n").strip()
 
 
-def unknown_key(key: str, keys: list[str], more_names: Mapping[str, str] | None = None) -> str:
+def unknown_key(key: str, keys: list[str]) -> str:
     """Return the message for a key that does not exist. The message names the key that was probably
-    meant.
-
-    Args:
-        more_names: names that win over those of other trainers. Default: no names.
-    """
+    meant."""
     leaf = key.rpartition(".")[2]
     suggestion = ""
-    for pattern, answer in (OTHER_NAMES | (more_names or {})).items():
+    for pattern, answer in OTHER_NAMES.items():
         if fnmatchcase(key, pattern) or fnmatchcase(leaf, pattern):
             suggestion = answer
             break

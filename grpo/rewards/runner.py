@@ -230,7 +230,8 @@ class RewardRunner(contextlib.AbstractContextManager):
         columns: Collection[str] | None = None,
         source: str = "the rows",
     ) -> None:
-        """Load every function, and check that the rows have the columns that it needs.
+        """Load every function, and check that the rows have the columns that it and the reset of
+        the environment need.
 
         A run calls this method at its start, so that mistakes show before the first step.
 
@@ -246,11 +247,17 @@ class RewardRunner(contextlib.AbstractContextManager):
             self._infos = [self._load(number) for number in range(len(self.specs))]
         if columns is None:
             return
+        needs = {}
+        tools = self._environments
+        if tools and tools.environment:
+            needs["reset of the environment"] = tools.environment.needed_columns
         for name, info in zip(self.names, self._infos, strict=True):
-            missing = sorted(info.needed_columns - set(columns))
+            needs[f"reward {name!r}"] = info.needed_columns
+        for what, needed in needs.items():
+            missing = sorted(needed - set(columns))
             if missing:
                 raise ValueError(
-                    f"reward {name!r} needs the column(s) {', '.join(missing)}; "
+                    f"{what} needs the column(s) {', '.join(missing)}; "
                     f"{source} have {', '.join(sorted(columns))} (data.answer_column makes another "
                     "column the answer)"
                 )

@@ -24,7 +24,7 @@ def run_to_completion(run: Run, train: Callable[[Run], None], *, ends_process: b
     it in a collective, and torchrun ends them.
 
     Args:
-        train: the training loop.
+        train: the training loop, if the configuration names none.
         ends_process: False if a calling program goes on afterwards. Then a run of one process
             raises the failure. The processes of several ranks end all the same.
     """
@@ -33,7 +33,8 @@ def run_to_completion(run: Run, train: Callable[[Run], None], *, ends_process: b
     code = 0
     try:
         try:
-            train(run)
+            loop = run.user_loop or train
+            loop(run)
         except Interrupted:  # raised on all ranks after a vote
             code = run.log.signals.exit_code
         assert not run.progress.mid_update, "an update is never interrupted"

@@ -254,6 +254,7 @@ def _prepare(
         tasks=Tasks(schedule, eval_problems, inputs.rewards, inputs.tools),
         log=Log(reporter, saver, signals, lock),
         max_steps=max_steps,
+        user_loop=inputs.user.loop,
     )
     # Facts that a person should know before the first step.
     print_summary(run, train, evaluation, models.why_padded, checkpoint)

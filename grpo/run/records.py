@@ -11,7 +11,7 @@ tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
@@ -162,6 +162,8 @@ class Run:
     tasks: Tasks
     log: Log
     max_steps: int
+    user_loop: Callable[[Run], None] | None = None
+    """A function of the user in the place of the training loop. Default: that of the page."""
 
     @property
     def trainer_state(self) -> TrainerState:

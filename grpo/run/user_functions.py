@@ -1,11 +1,11 @@
-"""Functions of the user for the loss (``algorithm.objective``) and for advantages
-(``algorithm.advantages``)."""
+"""Functions of the user for the loss (``algorithm.objective``), for advantages
+(``algorithm.advantages``) and for the training loop (``algorithm.loop``)."""
 
 from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,18 +19,19 @@ from grpo.algorithm.batch import Group
 from grpo.algorithm.loss import UserObjective, policy_loss
 from grpo.algorithm.own import named_arguments
 from grpo.config import Config
-from grpo.config.algorithm import is_user_function
+from grpo.config.algorithm import AlgorithmConfig, is_user_function
 from grpo.rewards.functions import describe_error, load_object, source_files
 from grpo.run.records import Run, Step
 
 
 @dataclass(frozen=True)
 class UserFunctions:
-    """The user's functions for loss and advantages. A function is None if the configuration names a
-    built-in one."""
+    """The user's functions for loss, advantages and training loop. A function is None if the
+    configuration names none."""
 
     objective: UserObjective | None
     advantages: UserAdvantages | None
+    loop: Callable[[Run], None] | None
     source_files: dict[str, str]
     """Files that define the functions: name of a file for messages -> path of the file."""
 
@@ -48,22 +49,18 @@ def load_user_functions(config: Config) -> UserFunctions:
     """
     algorithm = config.algorithm
     files = {}
+    # The order matters: a message about the loss or the advantages names a line of the last file.
+    loop = _load(algorithm, "loop", files) if algorithm.loop else None
     objective = None
     if is_user_function(algorithm.objective):
-        objective = _load(
-            "algorithm.objective", algorithm.objective, algorithm.objective_args, files
-        )
+        objective = _load(algorithm, "objective", files)
         with _described("algorithm.objective", algorithm.objective, files):
             _try_objective(objective)
 
     # The arguments of advantages include columns of the rows, which are not read yet:
     # try_advantages().
-    advantages = None
-    if algorithm.advantages is not None:
-        advantages = _load(
-            "algorithm.advantages", algorithm.advantages, algorithm.advantages_args, files
-        )
-    return UserFunctions(objective, advantages, files)
+    advantages = _load(algorithm, "advantages", files) if algorithm.advantages else None
+    return UserFunctions(objective, advantages, loop, files)
 
 
 def try_advantages(
@@ -163,10 +160,12 @@ def _described(key: str, name: str, files: dict[str, str]) -> Iterator[None]:
         raise ValueError(f"{key}={name}{description}") from error
 
 
-def _load(key: str, name: str, args: Mapping[str, Any], files: dict[str, str]) -> Any:
-    """Load the function that a key names, with ``args`` as its own parameters, and add its source
-    files to ``files``."""
-    function = load_object(name, key, "")
+def _load(algorithm: AlgorithmConfig, key: str, files: dict[str, str]) -> Any:
+    """Load the function that a key names, with the arguments of the configuration as its own
+    parameters, and add its source files to ``files``."""
+    name = getattr(algorithm, key)
+    args = algorithm.own_args.get(key, {})
+    function = load_object(name, f"algorithm.{key}", "")
     files |= source_files(name, function)
     # A partial shows parameters after a bound one as keyword-only: a misspelt name among them would
     # be taken for a parameter of the user's own.
@@ -174,7 +173,7 @@ def _load(key: str, name: str, args: Mapping[str, Any], files: dict[str, str]) -
     unknown = args.keys() - parameters
     if unknown:
         raise ValueError(
-            f"{key}_args: {name} has no parameter {', '.join(unknown)} after *; "
+            f"algorithm.own_args.{key}: {name} has no parameter {', '.join(unknown)} after *; "
             f"it has {', '.join(parameters) or 'none'}"
         )
     return partial(function, **args)
@@ -221,16 +220,18 @@ def _try_objective(function: UserObjective) -> None:
     (gradient_BT,) = torch.autograd.grad(loss, logprobs_BT)
     if not gradient_BT.any():
         raise ValueError("the loss has no gradient")
-    row_by_row = sum(loss_of(slice(b, b + 1)) for b in range(3))
-    with_padding = loss_of(all_rows, num_padding=2)
-    for other_loss in (row_by_row, with_padding):
+    if not (loss.isfinite() and gradient_BT.isfinite().all()):
+        raise ValueError(f"the loss ({loss:g}) or its gradient is not finite")
+    other_losses = {
+        "the other rows": sum(loss_of(slice(b, b + 1)) for b in range(3)),
+        "the number of padding columns": loss_of(all_rows, num_padding=2),
+    }
+    for others, other_loss in other_losses.items():
         (other_gradient_BT,) = torch.autograd.grad(other_loss, logprobs_BT)
-        # NaN is close to nothing, so a loss that is not finite fails here too.
         is_same_loss = torch.isclose(loss, other_loss)
         is_same_gradient = torch.allclose(gradient_BT, other_gradient_BT, atol=1e-6)
         if not is_same_loss or not is_same_gradient:
             raise ValueError(
-                f"the loss ({loss:g}) or its gradient is not finite, or that of a row depends on "
-                "the other rows or on the number of padding columns, and so the update on how the "
-                "batch is cut"
+                f"the loss of a row or its gradient depends on {others}, and so the update on how "
+                "the batch is cut"
             )

@@ -188,7 +188,8 @@ def _as_arguments(value: Any) -> Arguments:
 def _parse_json(text: str) -> Any:
     """Return the value of a JSON text, or the error if the text is not JSON."""
     try:
-        return json.loads(text)
+        # Models break the lines of long strings, such as programs, without an escape.
+        return json.loads(text, strict=False)
     # Python's parser recurses into nested lists, of which the model may write any number.
     except (ValueError, RecursionError) as error:
         return error

@@ -207,7 +207,7 @@ class Conversation:
         else:
             answer = self._ask(key, "call", name, arguments, self._next_seed())
         error = as_text(answer.message)
-        self.calls.append(ToolCall(name, error))
+        self.calls.append(ToolCall(name, error, answer.error or error))
         # TRL writes errors in the same form.
         content = {"error": error} if error else answer.value
         return {"role": "tool", "name": name, "content": str(content)}
@@ -229,16 +229,17 @@ class Conversation:
         # After a failed tool call, the conversation goes on, unless the worker is lost and the
         # environment with it.
         is_lost = answer.is_worker_lost or isinstance(answer.value, UserError)
+        # The user reads this text, so it names the line where the user's code was called.
+        place = "".join(re.findall(r'File ".+", line \d+', answer.trace)[:1])
+        report = f"{answer.error or message} {place}".rstrip()
         if method != "call" or (self.environment and is_lost):
-            # The user reads this text, so it names the line where the user's code was called.
-            place = "".join(re.findall(r'File ".+", line \d+', answer.trace)[:1])
-            self.failure = f"{method}: {answer.error or message} {place}".rstrip()
+            self.failure = f"{method}: {report}"
         # The model reads a message about the tool that does not mention worker processes.
         if answer.status == "timeout":
             message = f"no result within {limit_s:g} seconds"
         elif answer.status == "died":
             message = "the tool has died"
-        return Answer("error", message=message)
+        return Answer("error", message=message, error=report)
 
     def _next_seed(self) -> int:
         # Each call has its own seed. A continued run repeats the seeds.
@@ -435,10 +436,10 @@ class TurnsEngine:
         # The warning comes once per run for each tool, since a broken tool fails in each step.
         calls = [call for conversation in conversations for call in conversation.calls]
         for name in self.tools.key_of_tool:
-            errors = [call.error for call in calls if call.name == name]
-            if errors and all(errors) and name not in self._reported_tools:
+            reports = [call.report for call in calls if call.name == name]
+            if reports and all(reports) and name not in self._reported_tools:
                 self._reported_tools.add(name)
                 self.warn(
-                    f"warning: all {len(errors)} calls of {name!r} failed, "
-                    f"first with {errors[0][:200]!r}"
+                    f"warning: all {len(reports)} calls of {name!r} failed, "
+                    f"first with {reports[0][:300]}"
                 )

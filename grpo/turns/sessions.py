@@ -14,7 +14,7 @@ import contextlib
 import inspect
 import math
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +44,8 @@ class Description:
     """True for a reset/step environment, where a whole turn of the model is an action."""
     has_reward: bool = False
     """True if the environment gives a reward."""
+    needed_columns: Set[str] = frozenset()
+    """Names of the columns without which ``reset`` cannot run."""
 
 
 class LoadedTool:
@@ -129,12 +131,16 @@ class LoadedEnvironment:
                 # The bound method: its signature has no `self`.
                 method = getattr(environment, name)
                 tools |= _schema(method, {})
+        has_reward = hasattr(environment, "get_reward")
+        if has_reward and _needed_arguments(environment.get_reward):
+            raise TypeError("get_reward gets no arguments: keep what it needs in reset")
         return Description(
             type(environment).__name__,
             tools,
             functions.source_files(self._spec, self._factory),
             is_stepped,
-            has_reward=is_stepped or hasattr(environment, "get_reward"),
+            has_reward=is_stepped or has_reward,
+            needed_columns=_needed_arguments(environment.reset) - {"prompt", "seed"},
         )
 
     def reset(self, slot: int, row: dict[str, Any], seed: int) -> Any:
@@ -247,6 +253,16 @@ def _is_stepped(environment: Any) -> bool:
     annotation = inspect.signature(step).return_annotation
     # With `from __future__ import annotations` the annotation is the text "str".
     return annotation not in (str, "str")
+
+
+def _needed_arguments(method: Callable[..., Any]) -> set[str]:
+    """Return the names of the arguments without which a method cannot be called."""
+    names = set()
+    for name, parameter in inspect.signature(method).parameters.items():
+        is_variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        if parameter.default is parameter.empty and not is_variadic:
+            names.add(name)
+    return names
 
 
 def _schema(

@@ -21,8 +21,9 @@ CASES = """
     algorithm.importance_level=sequence | algorithm.name=rloo |
     algorithm.importance_level=sequence | algorithm.name=rloo algorithm.beta=0.1 | algorithm.name=rloo algorithm.beta=0.1 algorithm.unbiased_kl=true
     algorithm.baseline=none | algorithm.advantages=file.py:f | algorithm.advantages=file.py:f algorithm.dynamic_sampling=true
-    algorithm.objective_args={a: 1} |  | algorithm.objective=file.py:f
-    algorithm.advantages_args={a: 1} |  | algorithm.advantages=file.py:f
+    algorithm.own_args={objective: {a: 1}} |  | algorithm.objective=file.py:f
+    algorithm.own_args={advantages: {a: 1}} | algorithm.objective=file.py:f | algorithm.advantages=file.py:f
+    algorithm.own_args={loop: {a: 1}} | algorithm.objective=file.py:f | algorithm.loop=file.py:f
     algorithm.scale=none | algorithm.name=gdpo |
     algorithm.name=gdpo | algorithm.advantages=file.py:f |
     algorithm.advantage_eps=0 | algorithm.scale=none |

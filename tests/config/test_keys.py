@@ -33,8 +33,7 @@ WITHOUT_EFFECT = """
     rollout.server=http://host:8000
     rollout.vllm_command=/bin/vllm serve {model}
     rollout.weights_folder=/shared
-    algorithm.objective_args={a: 1}
-    algorithm.advantages_args={a: 1}
+    algorithm.own_args={objective: {a: 1}}
     algorithm.epsilon=0.1
     algorithm.epsilon_high=0.3
     algorithm.delta=3
@@ -162,7 +161,10 @@ READ_IN = {
     """,
     "grpo/rewards/scores.py": "environment=a.py:A",
     "grpo/run/optimizer.py": "optim.name=adamw8bit",
-    "grpo/run/user_functions.py": "algorithm.advantages=a.py:f",
+    "grpo/run/user_functions.py": """
+        algorithm.advantages=a.py:f
+        algorithm.loop=a.py:f
+    """,
     "grpo/turns/engine.py": """
         reward.timeout_s=1
     """,

@@ -247,3 +247,28 @@ def test_of_a_large_file_blocks_are_read(tmp_path):
         found.add(file_digest(path))
     os.truncate(path, megabytes * 2**20 - 1)
     assert len(found | {file_digest(path)}) == 5
+
+
+def test_a_loop_of_the_user_goes_on_where_it_was(random_model, tmp_path):
+    """Two ranks, stopped by a failing update after two steps, train as one rank that is not."""
+    loop = f"algorithm.loop={ROOT}/examples/own_training_loop.py:train"
+    settings = [
+        loop,
+        "algorithm.own_args.loop.share=0.5",
+        "checkpoint.save_steps=2",
+        "data.eval_split=none",
+    ]
+    settings += ["rollout.temperature=1.5", "optim.max_steps=4"]
+    for folder, ranks in (("whole", 1), ("stopped", 2)):
+        run_trainer(*small_run(random_model, tmp_path / folder), *settings, ranks=ranks)
+    first = (tmp_path / "stopped" / "checkpoint-2").rename(tmp_path / "first")
+    shutil.rmtree(tmp_path / "stopped")
+    shutil.copytree(first, tmp_path / "stopped" / "checkpoint-2")
+    run_trainer(*small_run(random_model, tmp_path / "stopped"), *settings, ranks=2)
+    states = []
+    for folder in ("whole", "stopped"):
+        asked_again = [line["own/asked_again"] for line in lines(tmp_path / folder) if line["step"]]
+        file = tmp_path / folder / "checkpoint-4" / "trainer" / "state.json"
+        states.append((asked_again[-2:], json.loads(file.read_text())["loop_state"]))
+    assert states[0] == states[1]
+    assert states[0][0] == [3, 3] and states[0][1]["waiting"]

@@ -80,14 +80,14 @@ constant = 3
     [
         ("objective", "per_row", r"must return a tensor of shape \(3, 2\), got \(3,\)"),
         ("objective", "not_at_1", r"the loss \(nan\) or its gradient is not finite"),
-        ("objective", "over_rows", "that of a row depends on the other rows or on"),
+        ("objective", "over_rows", "of a row or its gradient depends on the other rows"),
         (
             "objective",
             "per_width",
-            "or on the number of padding columns, and so the update on how the batch is cut",
+            "depends on the number of padding columns, and so the update on how the batch is cut",
         ),
-        ("objective", "gradient_of_the_mean", "that of a row depends on the other rows"),
-        ("objective", "largest_advantage", "that of a row depends on the other rows"),
+        ("objective", "gradient_of_the_mean", "its gradient depends on the other rows"),
+        ("objective", "largest_advantage", "a row or its gradient depends on the other rows"),
         ("objective", "typo", "no argument 'ref_logprob_BT': .* may ask for old_logprobs_BT, ref"),
         ("objective", "silent_typo", "there is no argument 'ref_logprob_BT'"),
         ("objective", "first_typo", "there is no argument 'logprob_BT'"),
@@ -133,7 +133,7 @@ def test_parameters_come_from_the_configuration(tmp_path):
         "def typo(ratio_BT, A_B1, factor=1.0, ref_logprob_BT=None):\n    return -ratio_BT * A_B1\n"
     )
     names = {"objective": f"{file}:loss", "advantages": f"{file}:advantages"}
-    args = {"objective_args.factor": 3.0, "advantages_args.factor": 5.0}
+    args = {"own_args.objective.factor": 3.0, "own_args.advantages.factor": 5.0}
     config = make_config({f"algorithm.{key}": value for key, value in (names | args).items()})
     user = load_user_functions(config)
     try_advantages(config, user, {}, ["accuracy"])
@@ -145,7 +145,7 @@ def test_parameters_come_from_the_configuration(tmp_path):
     rewards_PG = torch.tensor([[1.0, 0.0]])
     advantages_PG, _ = call_user_advantages(user.advantages, rewards_PG, rewards_PG[..., None], {})
     assert advantages_PG.tolist() == [[5.0, 0.0]]
-    misspelt = make_config(config, {"algorithm.objective_args.facto": 1.0})
+    misspelt = make_config(config, {"algorithm.own_args.objective.facto": 1.0})
     with pytest.raises(ValueError, match=r"no parameter facto after \*; it has factor"):
         load_user_functions(misspelt)
     # With factor bound, Python would take ref_logprob_BT for a parameter after *.

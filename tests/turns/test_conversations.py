@@ -222,9 +222,11 @@ def test_good_and_bad_calls(policy):
         assert c.stop_reason == "stop"
         assert c.num_turns == 3
     # The one tool whose calls have all failed.
-    assert play.warnings == [
-        "warning: all 1 calls of 'calculator' failed, first with 'the power is too large'"
-    ]
+    (warning,) = play.warnings
+    assert warning.startswith(
+        "warning: all 1 calls of 'calculator' failed, first with ValueError: the power is too large "
+    )
+    assert "grpo/turns/builtin.py" in warning
     assert results(several) == ["2", "B", "1"]
     answers = "".join(f"\n<|im_start|>tool\n{result}<|im_end|>" for result in "2B1")
     assert masked_text(policy, several) == answers + "\n<|im_start|>assistant\n"
