@@ -5,12 +5,13 @@ import hashlib
 import json
 import math
 import re
+import sqlite3
 from datetime import date
 
 import pytest
 from conftest import ROOT, run_trainer
 
-from examples import calculations, dates
+from examples import calculations, dates, sql_questions
 from grpo.config import Config, load_config
 from grpo.data import load_rows, make_problems
 from grpo.model import load_tokenizer
@@ -270,6 +271,37 @@ def test_rows_of_calculations(tmp_path, monkeypatch):
             assert int(row["answer"]) in (left + right, left * right)
             pairs[split].add((min(left, right), max(left, right)))
     assert not pairs["train"] & pairs["eval"]
+
+
+def test_rows_of_sql_questions(tmp_path, monkeypatch):
+    """As the example writes them, on the same table; the evaluation has other words and values."""
+    monkeypatch.setattr(sql_questions, "CONFIGS", tmp_path)
+    sql_questions.main()
+    tables = []
+    for folder in (ROOT / "configs", tmp_path):
+        # The file itself holds the version of SQLite that wrote it.
+        with sqlite3.connect(folder / sql_questions.DATABASE) as database:
+            tables.append(list(database.iterdump()))
+    assert tables[0] == tables[1]
+    known = f"{sql_questions.NAMES} {sql_questions.CITIES}".split()
+    values = {}
+    for split in ("train", "eval"):
+        rows = stored_rows(f"smollm2_135m_sql_{split}.jsonl", tmp_path)
+        words = re.findall(r"\w+", " ".join(row["question"] for row in rows))
+        values[split] = {word for word in words if word in known or word.isdigit()}
+        # No answer is frequent, so a model that asks nothing is seldom right.
+        answers = [row["answer"] for row in rows]
+        assert max(map(answers.count, answers)) <= 0.04 * len(rows)
+    assert not values["train"] & values["eval"]
+    for train, evaluation in sql_questions.QUESTIONS.values():
+        assert not {*train} & {*evaluation}
+    # The examples in the prompt show what the database says, and give no answer away.
+    for example in config_of("smollm2_135m_sql").data.few_shot:
+        call, result, answer = (message["content"] for message in example["completion"])
+        query = call.removeprefix("<query>").removesuffix("</query>")
+        ((number,),) = database.execute(query)
+        assert (result, answer) == (f"({number},)", str(number))
+        assert not {*re.findall(r"\w+", example["prompt"])} & values["eval"]
 
 
 # --- two steps of every file
