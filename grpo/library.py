@@ -67,11 +67,12 @@ class TrainingResult:
         before = {}
         after = {}
         for line in metrics:
-            evaluation = {}
-            for name, value in line.items():
-                # None means not computed, like the lenient accuracy of problems without answers.
-                if name.startswith("eval/") and value is not None:
-                    evaluation[name] = value
+            # None means not computed, like the lenient accuracy of problems without answers.
+            evaluation = {
+                name: value
+                for name, value in line.items()
+                if name.startswith("eval/") and value is not None
+            }
             if line["step"] == 0:
                 before = evaluation
             elif evaluation:

@@ -290,9 +290,7 @@ def _make_tile(
     C = max(lengths)
     slots_n = None
     if min(lengths) < C:
-        slots = []
-        for r, length in enumerate(lengths):
-            slots.append(torch.arange(length) + r * C)
+        slots = [torch.arange(length) + r * C for r, length in enumerate(lengths)]
         slots_n = torch.cat(slots).to(device)
     return Tile(
         width=num_shared + C,

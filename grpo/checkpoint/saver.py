@@ -1,6 +1,7 @@
 """Write the state of a run to disk: on schedule, on request, or after a failure."""
 
 import dataclasses
+import json
 import math
 import shutil
 from dataclasses import dataclass, field
@@ -63,6 +64,9 @@ class Progress:
         self.line = line
         self.step = line["step"]
         self.num_tokens = line["num_tokens"]
+        # What a checkpoint would give back: an error shows now, and a number as a key is text from
+        # here on, also in a run that is never stopped.
+        self.loop_state = json.loads(json.dumps(self.loop_state))
         self.mid_update = False
 
 

@@ -62,10 +62,10 @@ def make_problems(
         config = config.model_copy(update={"system_prompt": rows.instructions})
     shown_prompts = rows.prompts
     if config.question_template is not None:
-        shown_prompts = []
-        for prompt, columns in zip(rows.prompts, rows.columns, strict=True):
-            shown = fill_question_template(config.question_template, prompt, columns)
-            shown_prompts.append(shown)
+        shown_prompts = [
+            fill_question_template(config.question_template, prompt, columns)
+            for prompt, columns in zip(rows.prompts, rows.columns, strict=True)
+        ]
 
     markers = turn_markers(tokenizer) if has_template else set()
     texts = []

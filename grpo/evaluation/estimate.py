@@ -222,9 +222,7 @@ def _completion_metrics(
 
     ``rewards``: names of the rewards whose mean is among the metrics.
     """
-    lengths = []
-    for results in results_by_problem:
-        lengths.append([result.length for result in results])
+    lengths = [[result.length for result in results] for results in results_by_problem]
     metrics = {
         f"{prefix}format": _rate_of_attribute(results_by_problem, "formatted"),
         f"{prefix}lenient_accuracy": _rate_of_attribute(results_by_problem, "lenient"),

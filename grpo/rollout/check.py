@@ -154,9 +154,10 @@ def _decode(
     After two tokens the shorter completion of each prompt is dropped. With ``shift``, no completion
     is dropped, and the positions of all completion tokens are ``shift`` higher than normal.
     """
-    prompts = []
-    for ids_S, length in zip(batch.sequence_ids_BS, batch.prompt_lengths_B, strict=True):
-        prompts.append(tuple(ids_S[:length].tolist()))
+    prompts = [
+        tuple(ids_S[:length].tolist())
+        for ids_S, length in zip(batch.sequence_ids_BS, batch.prompt_lengths_B, strict=True)
+    ]
     offsets_T = torch.arange(COMPLETION_LENGTH, device=policy.device)
     labels_BT = batch.sequence_ids_BS.gather(1, batch.prompt_lengths_B[:, None] + offsets_T)
 

@@ -39,6 +39,9 @@ def sample_and_score(
         UserError: on all ranks, if a reward function failed on every completion, or if every
             environment that acted failed.
     """
+    indices = {problem.index for problem in problems}
+    if len(indices) < len(problems):
+        raise UserError("a problem is twice in this step: its completions would be the same")
     world = run.world
     sampling = run.sampler.sampling
     names = run.tasks.rewards.names

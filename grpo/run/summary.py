@@ -45,7 +45,6 @@ def print_summary(
     millions = num_parameters(model) / 1e6
     trained = num_parameters(model, trained=True) / 1e6
     built_in = f"baseline {algorithm.baseline}, scale {algorithm.scale}"
-    loop = f"; loop {algorithm.loop}" if algorithm.loop else ""
     lines = [
         f"model     {config.model.name_or_path}, {millions:.2f}M parameters, {trained:.2f}M of "
         f"them trained; {config.runtime.precision} on {run.world.device.type}",
@@ -54,7 +53,7 @@ def print_summary(
         f"{run.max_steps} steps, {run.tasks.schedule.steps_per_epoch} in an epoch",
         f"algorithm {algorithm.name}: {algorithm.advantages or built_in}; {algorithm.objective}, "
         f"{algorithm.aggregation}, beta {algorithm.beta:g}, sampler correction "
-        f"{algorithm.sampler_correction}{loop}",
+        f"{algorithm.sampler_correction}; loop {algorithm.loop or 'of the page'}",
         f"output    {config.output_dir}, checkpoint.save_steps={save_steps}, saved also at the "
         f"end, at Ctrl-C and SIGTERM; {how_to_continue(config)}",
         data_line(config.data, train, evaluation, len(eval_problems)),

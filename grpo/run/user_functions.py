@@ -139,9 +139,7 @@ def _named(
 ) -> dict[str, Any]:
     """Return what a user's advantages get if they name it: columns of the rows as lists, values of
     the reward functions, and lengths."""
-    by_name = {}
-    for name in columns[0]:
-        by_name[name] = [row[name] for row in columns]
+    by_name = {name: [row[name] for row in columns] for name in columns[0]}
     for f, name in enumerate(names):
         by_name[name] = values_PGF[..., f]
     by_name["lengths_PG"] = lengths_PG

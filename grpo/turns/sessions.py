@@ -14,7 +14,7 @@ import contextlib
 import inspect
 import math
 import random
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,7 +44,7 @@ class Description:
     """True for a reset/step environment, where a whole turn of the model is an action."""
     has_reward: bool = False
     """True if the environment gives a reward."""
-    needed_columns: Set[str] = frozenset()
+    needed_columns: frozenset[str] = frozenset()
     """Names of the columns without which ``reset`` cannot run."""
 
 
@@ -255,14 +255,14 @@ def _is_stepped(environment: Any) -> bool:
     return annotation not in (str, "str")
 
 
-def _needed_arguments(method: Callable[..., Any]) -> set[str]:
+def _needed_arguments(method: Callable[..., Any]) -> frozenset[str]:
     """Return the names of the arguments without which a method cannot be called."""
     names = set()
     for name, parameter in inspect.signature(method).parameters.items():
         is_variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
         if parameter.default is parameter.empty and not is_variadic:
             names.add(name)
-    return names
+    return frozenset(names)
 
 
 def _schema(

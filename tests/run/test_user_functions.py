@@ -10,10 +10,14 @@ from outputs import lines
 from safetensors.torch import load_file
 
 from grpo.algorithm.advantages import call_user_advantages
+from grpo.algorithm.batch import Problem
 from grpo.algorithm.loss import loss_denominator, policy_loss
+from grpo.checkpoint.saver import Progress
 from grpo.config import make_config
 from grpo.rewards.functions import load_object
+from grpo.run.rollouts import sample_and_score
 from grpo.run.user_functions import load_user_functions, try_advantages
+from grpo.system import UserError
 
 FILE = """
 import torch
@@ -327,3 +331,18 @@ def test_a_loss_trains_where_all_advantages_are_0(tmp_path, random_model):
         "algorithm.beta=0", "optim.max_steps=1", "eval.before_training=false",
     )  # fmt: skip
     assert lines(tmp_path / "run")[-1]["grad_norm"] > 0
+
+
+def test_a_problem_that_is_twice_in_a_step_is_refused():
+    problem = Problem(3, "a", (1,), {})
+    with pytest.raises(UserError, match="a problem is twice in this step"):
+        sample_and_score(None, None, [problem, problem])
+
+
+def test_the_state_of_a_loop_is_what_a_checkpoint_would_give_back():
+    progress = Progress(loop_state={"seen": {3: (1, 2)}})
+    progress.complete_step({"step": 1, "num_tokens": 5})
+    assert progress.loop_state == {"seen": {"3": [1, 2]}}
+    progress.loop_state["seen"] = torch.ones(2)
+    with pytest.raises(TypeError, match="Tensor is not JSON serializable"):
+        progress.complete_step({"step": 2, "num_tokens": 5})
