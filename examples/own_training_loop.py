@@ -1,7 +1,8 @@
 r"""A training loop of your own: problems that the model solves sometimes are asked again.
 
     torchrun --nproc_per_node=2 train_grpo.py --config configs/tiny_arithmetic.yaml \
-        algorithm.loop=examples/own_training_loop.py:train algorithm.own_args.loop.share=0.5
+        algorithm.loop=examples/own_training_loop.py:train algorithm.own_args.loop.share=0.5 \
+        output_dir=runs/own_loop
 
 It is the loop of train_grpo.py with two parts more, marked 1 and 2, and without dynamic sampling
 and the lines that --debug prints. A run that is killed continues with the same bits. `python -m

@@ -73,7 +73,7 @@ class Progress:
 def how_to_continue(config: Config) -> str:
     """Return the part of a message that says how the user continues the run from a checkpoint."""
     if config.debug:
-        return "but --debug saves no checkpoint"
+        return "--debug saves no checkpoint"
     # The same command with `never` would start anew.
     setting = " with checkpoint.resume=auto" if config.checkpoint.resume == "never" else ""
     return f"the same command or call{setting} continues from there"

@@ -68,11 +68,11 @@ HINT_RULES = (
         "equal rewards",
         "frac_reward_zero_std",
         (
-            "{mean:.0%} of the groups have equal rewards. All is well if the reward is high: these "
-            "problems are learned. If it is low, they give no gradient (except with "
-            "algorithm.baseline=none): they are too hard, or the reward function is wrong or gives "
-            "None: read completions, change the data, raise rollout.num_generations, or set "
-            "algorithm.dynamic_sampling=true"
+            "{mean:.0%} of the groups have equal rewards. All is well if the reward is high: "
+            "these problems are learned. If it is low, they give no gradient (except with "
+            "algorithm.baseline=none): they are too hard, tools fail, or the reward function is "
+            "wrong or gives None: read completions, change the data, raise "
+            "rollout.num_generations, or set algorithm.dynamic_sampling=true"
         ),
         above=0.8,
     ),

@@ -106,7 +106,7 @@ class TurnFormat:
                 )
         elif schemas:
             note = "note: the chat template does not show the tools: "
-            return [note + "describe them in data.system_prompt, or show calls in data.few_shot"]
+            return [note + "data.system_prompt must describe them, or data.few_shot show calls"]
         return []
 
     def _find_reader(self, schemas: Schemas) -> bool:
