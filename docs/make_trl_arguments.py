@@ -1,8 +1,8 @@
 """Write trl_arguments.md, the table of TRL's settings: python docs/make_trl_arguments.py [--check]
 
 The answers come from grpo/config/other_names.yaml and from names that are alike, the defaults from
-both programs. With --check nothing is
-written, and the exit code is 1 if the page is not what this script writes.
+both programs. With --check nothing is written, and the exit code is 1 if the page is not what this
+script writes.
 """
 
 import dataclasses

@@ -11,7 +11,7 @@ grpo.sweep` with `--vary algorithm.own_args.loop.share=0,0.25,0.5` compares shar
 
 import torch
 
-from grpo.algorithm.advantages import weighted_sum
+from grpo.algorithm.advantages import has_equal_rewards, weighted_sum
 from grpo.algorithm.batch import collate, minibatches, skip_zero_advantage
 from grpo.run.optimizer import sync_reference_if_due
 from grpo.run.rollouts import sample_and_score
@@ -67,7 +67,7 @@ def train(run, *, share=0.25):
         # 2. Which problems wait is saved with the checkpoint. It changes after the updates, so that
         # a step that fails leaves the list as it was, and it is the same on all ranks. A problem
         # whose completions have different rewards waits, at the end of the list.
-        differs = all_rewards_PG.std(dim=1) > 0  # False if a completion has no score
+        differs = ~has_equal_rewards(all_rewards_PG)
         still_waiting = [index for index in waiting if index not in again]
         solved_sometimes = [index for index, is_so in zip(indices, differs, strict=True) if is_so]
         new = [index for index in solved_sometimes if index not in still_waiting]

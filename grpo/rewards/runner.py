@@ -258,8 +258,8 @@ class RewardRunner(contextlib.AbstractContextManager):
             if missing:
                 raise ValueError(
                     f"{what} needs the column(s) {', '.join(missing)}; "
-                    f"{source} have {', '.join(sorted(columns))} (data.answer_column makes another "
-                    "column the answer)"
+                    f"{source} have {', '.join(sorted(columns)) or 'none'} "
+                    "(data.answer_column makes another column the answer)"
                 )
 
     @property
