@@ -46,10 +46,21 @@ fi
 
 case "${1:-}" in
   test) exec "$python" -m pytest -n logical --maxprocesses 8 --dist worksteal "${@:2}" ;;
-  --help | -h) exec "$python" train_grpo.py "$@" ;;
   *.yaml | *.yml) set -- --config "$@" ;;
 esac
 [[ "${NNODES:-1}" == 1 ]] || { echo "error: several machines: torchrun's own command, see docs/multi_gpu.md" >&2; exit 2; }
+# --help, and mistakes in the settings, need no PyTorch, which takes seconds to load. RANK=1: the program below says which
+# file it reads.
+RANK=1 "$python" -c '
+import sys
+from grpo.config import load_config
+try:
+    load_config(sys.argv[1:], default_file="configs/tiny_arithmetic.yaml")
+except (OSError, ValueError) as error:
+    print("error:", str(error).replace("\n", "\nerror: "), file=sys.stderr)
+    sys.exit(2)
+' "$@"
+[[ ! "${1:-}" =~ ^(--help|-h)$ ]] || exit 0
 echo "loading PyTorch ..."
 count_gpus="import signal; signal.signal(signal.SIGINT, signal.SIG_DFL); import torch; print(torch.cuda.device_count() or 1)"
 processes="${NPROC_PER_NODE:-$("$python" -c "$count_gpus")}"

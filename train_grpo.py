@@ -126,7 +126,6 @@ def update(learner: Learner, step: Step, minibatch: Batch, *, is_first_iteration
     """Make one optimizer update. ``minibatch`` holds this rank's rows."""
     algorithm = learner.config.algorithm
     world = learner.world
-    metrics = step.metrics
 
     # Counted over all ranks before the first backward. An average per rank or per micro-batch would
     # give the tokens of a rank with fewer of them more weight, and the gradient would depend on how
@@ -170,16 +169,17 @@ def update(learner: Learner, step: Step, minibatch: Batch, *, is_first_iteration
                 sampler_correction_min=algorithm.sampler_correction_min,
                 sampler_correction_max=algorithm.sampler_correction_max,
                 off_policy_mask_threshold=algorithm.off_policy_mask_threshold,
+                step=step.number,
             )
             # DDP and FSDP divide the sum of the ranks' gradients by world.size.
             (loss_sum * world.size / denominator).backward()
-        metrics.add_all(stats)
-        metrics.add("loss", loss_sum.detach(), count=0)  # the denominator counts once, below
+        step.metrics.add_all(stats)
+        step.metrics.add("loss", loss_sum.detach(), count=0)  # the denominator counts once, below
         record_microbatch(step, algorithm, micro, new_BT, old_BT, entropy_BT, is_first_iteration)
-    metrics.add("loss", 0, count=rank_denominator)
+    step.metrics.add("loss", 0, count=rank_denominator)
     if learner.config.debug:
-        debug.check_update(learner, metrics)
-    apply_update(learner, metrics)  # clips the gradient; all ranks skip one that is not finite
+        debug.check_update(learner, step.metrics)
+    apply_update(learner, step.metrics)  # clips the gradient; all ranks skip one that is not finite
 
 
 def main(argv: list[str]) -> int:

@@ -190,9 +190,9 @@ def normalize_then_sum(
         and for a batch in which the functions cancel each other out.
     """
     weights_F = torch.tensor(weights, dtype=torch.double)
-    normalized = []
-    for values_PG in values_PGF.double().unbind(dim=-1):
-        normalized.append(group_advantages(values_PG, eps=eps))
+    normalized = [
+        group_advantages(values_PG, eps=eps) for values_PG in values_PGF.double().unbind(dim=-1)
+    ]
     terms_PGF = torch.stack(normalized, dim=-1) * weights_F
 
     # Functions that cancel each other out leave a rounding error. Divided by its standard deviation

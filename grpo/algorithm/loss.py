@@ -97,6 +97,7 @@ def policy_loss(
     sampler_correction_min: float | None = None,
     sampler_correction_max: float | None = 3.0,
     off_policy_mask_threshold: float | None = None,
+    step: int = 0,
 ) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
     """Sum of the loss over all completions, and statistics.
 
@@ -156,6 +157,7 @@ def policy_loss(
             :func:`sampler_weights`. Default: no weights. With ``dppo_tv`` every weight would be 1,
             since old is sampling; the configuration refuses the two together.
         off_policy_mask_threshold: see :func:`off_policy_mask`. Default: no mask.
+        step: number of the step, for a user's function that asks for it.
 
     Returns:
         ``loss_sum``: a scalar with gradient.
@@ -242,6 +244,7 @@ def policy_loss(
             "old_logprobs_BT": old_logprobs_BT,
             "ref_logprobs_BT": ref_logprobs_BT,
             "lengths_B": mask_BT.sum(dim=1),
+            "step": step,
         }
         if sampling_logprobs_BT is not None:
             by_name["sampling_logprobs_BT"] = _zero_outside(mask_BT, sampling_logprobs_BT)

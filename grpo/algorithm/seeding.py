@@ -36,9 +36,7 @@ def derive_seed(
             raise ValueError(f"derive_seed takes integers, got {value!r} for purpose {purpose!r}")
 
     # repr() quotes the purpose, so that no purpose can look like a purpose followed by coordinates.
-    parts = [str(seed), repr(purpose)]
-    for coordinate in coordinates:
-        parts.append(str(coordinate))
+    parts = [str(seed), repr(purpose), *map(str, coordinates)]
     address = ",".join(parts)
 
     # A cryptographic hash gives neighbouring steps and samples unrelated streams. Python's hash()

@@ -541,9 +541,7 @@ def _replace(
     """
     # In place, so that only one layer is in memory twice.
     for layer in layers:
-        keys_and_values = [layers[layer]]
-        for other in others:
-            keys_and_values.append(other[layer])
+        keys_and_values = [cache[layer] for cache in (layers, *others)]
         layers[layer] = tuple(map(function, *keys_and_values))
 
 

@@ -162,9 +162,8 @@ def pack(
     )
     tiles = [prompts_tile]
     sizes = [q + sum(own_lengths)]
-    sources = [index_BS[prompt_rows[0], :q]]
-    for b in prompt_rows:
-        sources.append(index_BS[b, q : prompt_lengths_B[b]])
+    ends = [index_BS[b, q : prompt_lengths_B[b]] for b in prompt_rows]
+    sources = [index_BS[prompt_rows[0], :q], *ends]
 
     start_B = [0] * B  # index of each completion in the packed row
     end = sizes[0]

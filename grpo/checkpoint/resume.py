@@ -271,9 +271,7 @@ def start_output(config: Config, start_checkpoint: Path | None, lock: Lock) -> N
         # Later checkpoints are broken, or belong to steps that this run computes again. The next
         # start with `auto` must not continue from a later checkpoint.
         start_step = read_state(start_checkpoint)["step"]
-        for step, folder in list_checkpoints(output):
-            if step > start_step:
-                not_continued.append(folder)
+        not_continued = [folder for step, folder in list_checkpoints(output) if step > start_step]
     else:
         for pattern in RUN_FILE_PATTERNS:
             not_continued += output.glob(pattern)

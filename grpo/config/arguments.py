@@ -64,12 +64,12 @@ def load_config(
 
     changes = []
     for override in overrides:
-        key, equals, text = override.partition("=")
-        # `--seed=1` must not be taken for a key with the name `--seed`.
-        if key.startswith("-") or not equals:
+        # `--seed=1` is taken for `seed=1`.
+        key, equals, text = override.lstrip("-").partition("=")
+        if not equals:
             raise ConfigError(
                 f"argument {override!r} is not understood: "
-                "use section.key=value without dashes, --config FILE, --debug or --help"
+                "use section.key=value, --config FILE, --debug or --help"
             )
         value = _parse_value(key, text)
         changes.append({key: value})

@@ -51,10 +51,9 @@ class Evaluation:
     @property
     def completions(self) -> list[CompletionResult]:
         """The results of all completions, both greedy and sampled."""
-        results = []
-        for problem in self.problems:
-            results += [problem.greedy, *problem.samples]
-        return results
+        return [
+            result for problem in self.problems for result in (problem.greedy, *problem.samples)
+        ]
 
     @property
     def num_unscored(self) -> int:

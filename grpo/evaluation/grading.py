@@ -56,10 +56,12 @@ class Grader:
         rows = iter(scored.values)
         results_by_problem = []
         for group in groups:
-            results = []
-            for completion in group.completions:
-                results.append(self._grade(group.problem, completion, next(rows)))
-            results_by_problem.append(results)
+            results_by_problem.append(
+                [
+                    self._grade(group.problem, completion, next(rows))
+                    for completion in group.completions
+                ]
+            )
         return results_by_problem
 
     def _grade(

@@ -63,9 +63,7 @@ def build_page(runs: Sequence[RunData], *, reload_s: int | None = None) -> str:
         # Runs may have the same name, for example with different seeds, but the page tells runs
         # apart by name.
         names = [f"{name} ({i})" for i, name in enumerate(names, 1)]
-    run_entries = []
-    for name, run in zip(names, runs, strict=True):
-        run_entries.append(_run_entry(run) | {"name": name})
+    run_entries = [_run_entry(run) | {"name": name} for name, run in zip(names, runs, strict=True)]
     data = {
         "generated": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
         "reload_s": reload_s,
@@ -122,9 +120,9 @@ def _comparison_notes(runs: Sequence[RunData]) -> list[str]:
     different = set()
     for settings in all_settings:
         first = all_settings[0]
-        for name in settings.keys() | first.keys():
-            if settings.get(name) != first.get(name):
-                different.add(name)
+        different |= {
+            name for name in settings.keys() | first.keys() if settings.get(name) != first.get(name)
+        }
     if not different:
         return []
     listed = ", ".join(sorted(different))
@@ -154,10 +152,7 @@ def _run_entry(run: RunData) -> dict[str, Any]:
 
     # A hint is shown at the step where it first applies, so all steps are read in order.
     hints = Hints()
-    hints_by_step = []
-    for line in steps:
-        for hint in hints.update(line):
-            hints_by_step.append([line["step"], hint])
+    hints_by_step = [[line["step"], hint] for line in steps for hint in hints.update(line)]
 
     config = run.config
     subject = [
@@ -185,10 +180,9 @@ def _run_entry(run: RunData) -> dict[str, Any]:
     # and is listed as changed.
     default_config = Config().model_dump(mode="json")
     defaults = flat(default_config)
-    changed = []
-    for key, value in config.items():
-        if key not in defaults or defaults[key] != value:
-            changed.append(key)
+    changed = [
+        key for key, value in config.items() if key not in defaults or defaults[key] != value
+    ]
     return {
         "subject": " \u00b7 ".join(map(str, filter(None, subject))),
         "status": "complete" if run.is_complete else "still running, or ended early",

@@ -241,10 +241,10 @@ def _published_tests(raw: object) -> list:
     is_one_call = "inputs" not in fields and "fn_name" in fields
     if is_one_call or not isinstance(inputs, list) or not isinstance(outputs, list):
         return [fields]
-    tests = []
-    for test_input, output in zip(inputs, outputs, strict=True):
-        tests.append(fields | {"input": test_input, "output": output})
-    return tests
+    return [
+        fields | {"input": test_input, "output": output}
+        for test_input, output in zip(inputs, outputs, strict=True)
+    ]
 
 
 def _read_case(test: Mapping) -> dict:

@@ -417,11 +417,12 @@ class RewardRunner(contextlib.AbstractContextManager):
     ) -> None:
         """Make the calls of jobs, one job after the other, in the thread of a worker."""
         for job in jobs:
-            calls = []
-            for call in job:
-                # Without a limit, a function that hangs in each row would take hours.
-                if scoring.lost_levels[call.function].count(call.level) < MAX_LOST_WORKERS:
-                    calls.append(call)
+            # Without a limit, a function that hangs in each row would take hours.
+            calls = [
+                call
+                for call in job
+                if scoring.lost_levels[call.function].count(call.level) < MAX_LOST_WORKERS
+            ]
             if not calls:
                 continue
 

@@ -44,9 +44,7 @@ def score_groups(
 
     # Rewards get one list per column. A row may lack a column that another row has.
     names = dict.fromkeys(name for row_columns in columns_of_rows for name in row_columns)
-    columns = {}
-    for name in names:
-        columns[name] = [row_columns.get(name) for row_columns in columns_of_rows]
+    columns = {name: [row_columns.get(name) for row_columns in columns_of_rows] for name in names}
     result = rewards.score(
         prompts=prompts,
         completions=completions,

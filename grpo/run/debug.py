@@ -33,7 +33,7 @@ def show_step(run: Run, step: Step) -> None:
     prompt = run.learner.policy.tokenizer.decode(problem.prompt_ids)
     show(f"problem {problem.index}, {len(problem.prompt_ids)} tokens, as the model sees it:")
     show(textwrap.indent(prompt, "  | "))
-    show(f"reference answer: {problem.columns.get('answer')}")
+    show(f"columns of its row: {problem.columns!r:.500}")
 
     # A debug run has one process, so the first group of all ranks is also the first of this rank.
     values_GF = step.values_PGF[0].tolist()

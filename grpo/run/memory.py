@@ -63,9 +63,7 @@ def try_largest_step(run: Run, problems: list[Problem]) -> str:
     # first.
     completion = Completion((0,) * max_length, text="", finished=False)
     num_groups = num_problems // config.algorithm.num_minibatches
-    groups = []
-    for n in range(num_groups):
-        groups.append(Group(_begun_with(n % 2, by_length[0]), (completion,) * G))
+    groups = [Group(_begun_with(n % 2, by_length[0]), (completion,) * G) for n in range(num_groups)]
     no_advantages_PG = torch.zeros(num_groups, G)
     minibatch = collate(groups, no_advantages_PG, pad_id=0, device=world.device)
 

@@ -133,8 +133,7 @@ def add_completions(groups: Sequence[Group], metrics: Accumulator) -> None:
             # the tokens that tools wrote, which the model reads.
             lengths.append(len(completion.sampled_ids))
             num_tokens += prompt_length + len(completion.ids)
-            if not completion.finished:
-                num_truncated += 1
+            num_truncated += not completion.finished
     count = len(lengths)
     total = sum(lengths)
     metrics.add("completions/mean_length", total, count)

@@ -52,6 +52,8 @@ def remaining_steps(run: Run) -> Iterator[Step]:
             yield step
 
         # Here the loop has made all updates of the step.
+        if not progress.mid_update:
+            log.reporter.print(f"warning: {name} made no update")
         seconds = time.perf_counter() - started
         waited = seconds_waited_for_core() - waited_before
         step.metrics.maximum("step_time", seconds)

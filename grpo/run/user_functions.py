@@ -89,7 +89,7 @@ def try_advantages(
     values_PGF = torch.stack([mixed_GF.float(), torch.ones(G, F)])
     rewards_PG = values_PGF[..., 0]
     lengths_PG = torch.stack([numbers_G + 1, torch.ones_like(numbers_G)])
-    by_name = _named(names, values_PGF, lengths_PG, [columns, columns])
+    by_name = _named(names, values_PGF, lengths_PG, [columns, columns], step=0)
     name = config.algorithm.advantages
     with _described("algorithm.advantages", name, user.source_files):
         call_user_advantages(user.advantages, rewards_PG, values_PGF, by_name)
@@ -121,11 +121,9 @@ def own_advantages(
     lengths_PG = world.gather_rows(torch.tensor(lengths))
     # All ranks have the same number of groups. Global row i is on rank i % size.
     rank_columns = world.gather_objects(columns_of_rank)
-    columns = []
-    for rows in zip(*rank_columns, strict=True):
-        columns.extend(rows)
+    columns = [row for rows in zip(*rank_columns, strict=True) for row in rows]
 
-    by_name = _named(run.tasks.rewards.names, values_PGF, lengths_PG, columns)
+    by_name = _named(run.tasks.rewards.names, values_PGF, lengths_PG, columns, step.number)
     advantages_PG, metrics = call_user_advantages(function, rewards_PG, values_PGF, by_name)
     step.metrics.add_all(metrics)
     return advantages_PG
@@ -136,10 +134,12 @@ def _named(
     values_PGF: Tensor,
     lengths_PG: Tensor,
     columns: Sequence[Mapping[str, Any]],
+    step: int,
 ) -> dict[str, Any]:
-    """Return what a user's advantages get if they name it: columns of the rows as lists, values of
-    the reward functions, and lengths."""
-    by_name = {name: [row[name] for row in columns] for name in columns[0]}
+    """Return what a user's advantages get if they name it: the number of the step, columns of the
+    rows as lists, values of the reward functions, and lengths."""
+    # A column or a reward with the name "step" comes before the number.
+    by_name = {"step": step} | {name: [row[name] for row in columns] for name in columns[0]}
     for f, name in enumerate(names):
         by_name[name] = values_PGF[..., f]
     by_name["lengths_PG"] = lengths_PG
@@ -197,10 +197,8 @@ def _try_objective(function: UserObjective) -> None:
     mask_BT = old_logprobs_BT < 0
 
     def loss_of(rows: slice, num_padding: int = 0) -> Tensor:
-        padding = (0, num_padding)
-
         def cut(values_BT: Tensor) -> Tensor:
-            return pad(values_BT[rows], padding)
+            return pad(values_BT[rows], (0, num_padding))
 
         loss_sum, _ = policy_loss(
             cut(logprobs_BT),

@@ -76,6 +76,16 @@ HINT_RULES = (
         ),
         above=0.8,
     ),
+    # None is a valid value, for what cannot be scored, so that no error says that all are None.
+    HintRule(
+        "no score",
+        "frac_unscorable",
+        (
+            "{mean:.0%} of the completions have no score, and so no advantage: for them every "
+            "reward function, or the environment's get_reward, failed or gave None"
+        ),
+        above=0.5,
+    ),
     # Also with groups that differ, a small model moves little at the rates of large models.
     HintRule(
         "no movement",
@@ -112,6 +122,26 @@ HINT_RULES = (
             "that rollout.max_turns leaves a turn after a call: those of the last turn are not run"
         ),
         below=0.001,
+    ),
+    # At the start a model may write calls that fail, and learn from the errors.
+    HintRule(
+        "failing tools",
+        "tools/failure_frequency",
+        (
+            "{mean:.0%} of the tool calls fail. The model reads their errors, and may learn from "
+            "them; a tool whose calls all fail, or take longer than reward.timeout_s, needs mending: "
+            "completions/ has each call with its error"
+        ),
+        above=0.5,
+    ),
+    HintRule(
+        "failing environments",
+        "stop_reason/failed",
+        (
+            "the environment failed in {mean:.0%} of the completions, which have no reward: its "
+            "reset, step or get_reward raised, or a method took longer than reward.timeout_s"
+        ),
+        above=0.1,
     ),
     # Most objectives give a clipped token no gradient: much of the rollout was sampled in vain.
     HintRule(
@@ -185,11 +215,8 @@ class Hints:
         for rule in HINT_RULES:
             if len(self._steps) < rule.min_steps or rule.unless in hints:
                 continue
-            values = []
-            for step in self._steps:
-                value = step.get(rule.metric)
-                if is_computed(value):
-                    values.append(value)
+            metric = rule.metric
+            values = [step[metric] for step in self._steps if is_computed(step.get(metric))]
             # A metric that was never computed gives no hint: NaN is neither above nor below.
             mean = fmean(values) if values else math.nan
             if mean > rule.above or mean < rule.below:

@@ -257,12 +257,12 @@ def _is_stepped(environment: Any) -> bool:
 
 def _needed_arguments(method: Callable[..., Any]) -> frozenset[str]:
     """Return the names of the arguments without which a method cannot be called."""
-    names = set()
-    for name, parameter in inspect.signature(method).parameters.items():
-        is_variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-        if parameter.default is parameter.empty and not is_variadic:
-            names.add(name)
-    return frozenset(names)
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return frozenset(
+        name
+        for name, parameter in inspect.signature(method).parameters.items()
+        if parameter.default is parameter.empty and parameter.kind not in variadic
+    )
 
 
 def _schema(

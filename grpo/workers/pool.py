@@ -222,6 +222,8 @@ class Pool:
         elif what not in message:
             # The user must see which object the message is about. Some messages name it themselves.
             message = f"{what}: {message}"
+        if "pickle" in message:
+            message += "; write it into a file, from which each worker loads its own"
         raise ValueError(message)
 
     def close(self, last_request: Request | None = None) -> None:

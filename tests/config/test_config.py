@@ -285,7 +285,8 @@ MISTAKES = r"""
     data.few_shot=[{prompt: a}] -> data.few_shot.0.completion=
     data.few_shot=[{ -> data.few_shot=: not valid YAML
     --config & nowhere.yaml -> nowhere.yaml
-    --seed=1 -> '--seed=1' is not understood: use section.key=value
+    --seed -> '--seed' is not understood: use section.key=value
+    --learning_rate=1 -> unknown key 'learning_rate'; did you mean 'optim.learning_rate'?
     rollout.num_generations=1 -> num_generations >= 2, or algorithm.baseline=none
     reward.functions=[] -> give at least 1
     algorithm.name=dppo_tv & algorithm.importance_level=sequence -> importance_level=token

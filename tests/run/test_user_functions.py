@@ -274,7 +274,7 @@ def test_advantages_are_tried_on_columns_of_the_rows(tmp_path):
     try_function("columns", solution=1)
     try_function("difficulty")
     words = (
-        "no argument 'solution': .* may ask for answer, accuracy, format, lengths_PG, rewards_PG"
+        "no argument 'solution': .* may ask for step, answer, accuracy, format, lengths_PG, rewards"
     )
     with pytest.raises(ValueError, match=f"advantages=.*{words}"):
         try_function("columns", answer=1)
@@ -331,6 +331,49 @@ def test_a_loss_trains_where_all_advantages_are_0(tmp_path, random_model):
         "algorithm.beta=0", "optim.max_steps=1", "eval.before_training=false",
     )  # fmt: skip
     assert lines(tmp_path / "run")[-1]["grad_norm"] > 0
+
+
+@pytest.mark.slow
+def test_loss_and_advantages_see_the_step_and_a_step_without_update_is_told(tmp_path, random_model):
+    """Three steps, 0 to 2. The loop leaves out the update of the first."""
+    file = tmp_path / "mine.py"
+    file.write_text(
+        """
+import train_grpo
+
+def loss(ratio_BT, A_B1, step):
+    return -ratio_BT * A_B1, {"step_of_loss": step}
+
+def advantages(rewards_PG, step):
+    return rewards_PG, {"step_of_advantages": step}
+
+def train(run):
+    update = train_grpo.update
+
+    def update_after_the_first(learner, step, *arguments, **named):
+        if step.number > 0:
+            update(learner, step, *arguments, **named)
+
+    train_grpo.update = update_after_the_first
+    train_grpo.train(run)
+"""
+    )
+    own = [
+        f"algorithm.objective={file}:loss",
+        f"algorithm.advantages={file}:advantages",
+        f"algorithm.loop={file}:train",
+    ]
+    done = run_trainer(
+        *small_run(random_model, tmp_path / "run"),
+        *own,
+        "optim.max_steps=3",
+        "eval.before_training=false",
+    )
+    assert done.stdout.count("made no update") == 1
+    assert "warning: step 1/3 made no update" in done.stdout
+    metrics = lines(tmp_path / "run")
+    assert [line["own/step_of_advantages"] for line in metrics] == [0, 1, 2]
+    assert [line.get("own/step_of_loss") for line in metrics] == [None, 1, 2]
 
 
 def test_a_problem_that_is_twice_in_a_step_is_refused():
