@@ -179,7 +179,7 @@ def update(learner: Learner, step: Step, minibatch: Batch, *, is_first_iteration
     step.metrics.add("loss", 0, count=rank_denominator)
     if learner.config.debug:
         debug.check_update(learner, step.metrics)
-    apply_update(learner, step.metrics)  # clips the gradient; all ranks skip one that is not finite
+    apply_update(learner, step.metrics)  # clips the gradient; all skip one that is not finite
 
 
 def main(argv: list[str]) -> int:

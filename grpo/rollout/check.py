@@ -25,10 +25,11 @@ COMPLETION_LENGTH = 6
 """Number of tokens of the longer completions of the check. Others are shorter."""
 FP32_BOUND = 1e-4
 """Bound for :func:`is_close` in fp32. It allows for sums that are added up in another order."""
-ROUNDING_FACTOR = 4
+ROUNDING_FACTOR = 8
 """The bound for the fast ways of a model with more rounding is this factor times its rounding, and
 at most the bound for the slow ways. Fast ways of computing differ in every matrix product, and the
-rounding is measured with one other way."""
+rounding is measured with one other way. In the model of `tests/rollout/test_sampling_check.py` they
+differ by 3 times its rounding on a CPU with AVX-512, and by 5 times on one without."""
 
 
 def check_model(

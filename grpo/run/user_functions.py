@@ -123,7 +123,13 @@ def own_advantages(
     rank_columns = world.gather_objects(columns_of_rank)
     columns = [row for rows in zip(*rank_columns, strict=True) for row in rows]
 
-    by_name = _named(run.tasks.rewards.names, values_PGF, lengths_PG, columns, step.number)
+    by_name = _named(
+        run.tasks.rewards.names,
+        values_PGF,
+        lengths_PG,
+        columns,
+        step.number,
+    )
     advantages_PG, metrics = call_user_advantages(function, rewards_PG, values_PGF, by_name)
     step.metrics.add_all(metrics)
     return advantages_PG

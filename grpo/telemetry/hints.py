@@ -129,8 +129,8 @@ HINT_RULES = (
         "tools/failure_frequency",
         (
             "{mean:.0%} of the tool calls fail. The model reads their errors, and may learn from "
-            "them; a tool whose calls all fail, or take longer than reward.timeout_s, needs mending: "
-            "completions/ has each call with its error"
+            "them. A tool whose calls all fail, or take longer than reward.timeout_s, needs "
+            "mending: completions/ has each call with its error"
         ),
         above=0.5,
     ),

@@ -173,8 +173,12 @@ def test_the_page_gives_the_loss_each_of_its_settings():
     }
     assert set(given) == known - {"sapo_temperature_pos", "sapo_temperature_neg"}
     of_batch = {name: f"micro.{name}" for name in given if name.endswith("_BT")}
-    of_learner = {"objective": "learner.objective", "max_length": "learner.max_length"}
-    assert given == {name: f"algorithm.{name}" for name in given} | of_batch | of_learner
+    others = {
+        "objective": "learner.objective",
+        "max_length": "learner.max_length",
+        "step": "step.number",
+    }
+    assert given == {name: f"algorithm.{name}" for name in given} | of_batch | others
 
 
 def test_what_is_set_beats_the_preset_wherever_it_is_set(file):
@@ -276,7 +280,7 @@ MISTAKES = r"""
     rollout.server=http://me:pass@host:8000 -> a password is a secret
     rollout.vllm_command=vllm serve {name} -> {model
     rollout.vllm_command=env HF_TOKEN=hf vllm serve {model} -> rollout.vllm_command: HF_TOKEN is a secret
-    model=someone/model -> model is a section: model.name_or_path names the model; write model.KEY=VALUE
+    model=someone/model -> model is a section: model.name_or_path names the model: a Hub id or a folder;
     data=3 -> data is a section: it has several keys; write data.KEY=VALUE
     optim=3 & optim.max_steps=1 -> optim is a section
     reward.functions=[{name: accuracy, wieght: 2}] -> unknown key 'reward.functions.0.wieght'
