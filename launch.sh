@@ -49,9 +49,8 @@ case "${1:-}" in
   *.yaml | *.yml) set -- --config "$@" ;;
 esac
 [[ "${NNODES:-1}" == 1 ]] || { echo "error: several machines: torchrun's own command, see docs/multi_gpu.md" >&2; exit 2; }
-# --help, and mistakes in the settings, need no PyTorch, which takes seconds to load. RANK=1: the program below says which
-# file it reads.
-RANK=1 "$python" -c '
+# --help, and mistakes in the settings, need no PyTorch, which takes seconds to load.
+check='
 import sys
 from grpo.config import load_config
 try:
@@ -59,8 +58,9 @@ try:
 except (OSError, ValueError) as error:
     print("error:", str(error).replace("\n", "\nerror: "), file=sys.stderr)
     sys.exit(2)
-' "$@"
-[[ ! "${1:-}" =~ ^(--help|-h)$ ]] || exit 0
+'
+[[ ! "${1:-}" =~ ^(--help|-h)$ ]] || exec "$python" -c "$check" "$@"
+"$python" -c "$check" "$@" > /dev/null  # train_grpo.py prints the same
 echo "loading PyTorch ..."
 count_gpus="import signal; signal.signal(signal.SIGINT, signal.SIG_DFL); import torch; print(torch.cuda.device_count() or 1)"
 processes="${NPROC_PER_NODE:-$("$python" -c "$count_gpus")}"

@@ -76,7 +76,9 @@ def load_config(
     config = make_config(source, *changes)
     # --debug lowers values that were set, so the values are read first.
     if options.debug:
-        config = make_config(config, debug_changes(config))
+        lowered = debug_changes(config)
+        print(f"--debug   {as_yaml(lowered)}")
+        config = make_config(config, lowered)
         config._debug = True
     return config
 

@@ -57,7 +57,7 @@ def settings_of_all_ranks(config: Config) -> dict[str, Any]:
     settings = settings_except("may differ between the machines of a run", config)
     # Machines may keep the files of a user's functions in different folders. The contents of these
     # files are compared by their digests.
-    for key in ("algorithm.objective", "algorithm.advantages"):
+    for key in ("algorithm.objective", "algorithm.advantages", "algorithm.loop"):
         settings[key] = Path(settings[key] or "").name
     for function in settings["reward.functions"]:
         function["name"] = Path(function["name"]).name

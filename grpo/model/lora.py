@@ -211,11 +211,11 @@ def _inject(policy: Policy, config: Any, base: str, seed: int) -> None:
 def adapter_parameters(model: nn.Module, name: str = TRAINED_ADAPTER) -> dict[str, nn.Parameter]:
     """Matrices A and B of the adapter called ``name``, by their names in the model."""
     suffixes = (f".lora_A.{name}.weight", f".lora_B.{name}.weight")
-    matrices = {}
-    for full_name, parameter in model.named_parameters():
-        if full_name.endswith(suffixes):
-            matrices[full_name] = parameter
-    return matrices
+    return {
+        full_name: parameter
+        for full_name, parameter in model.named_parameters()
+        if full_name.endswith(suffixes)
+    }
 
 
 def add_reference_adapter(policy: Policy) -> None:

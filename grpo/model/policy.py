@@ -202,11 +202,11 @@ def num_parameters(
 ) -> int:
     """Number of parameters; with ``trained``, of trained parameters only. A tied parameter counts
     once."""
-    total = 0
-    for parameter in model.parameters():
-        if parameter.requires_grad or not trained:
-            total += parameter.numel()
-    return total
+    return sum(
+        parameter.numel()
+        for parameter in model.parameters()
+        if parameter.requires_grad or not trained
+    )
 
 
 def freeze_unused_by_text(model: nn.Module, output: torch.Tensor) -> dict[str, nn.Parameter]:
@@ -223,10 +223,9 @@ def freeze_unused_by_text(model: nn.Module, output: torch.Tensor) -> dict[str, n
             f"the output of {type(model).__name__} for text depends on no parameter "
             "that is trained: lora.target_modules must name layers of its language model"
         )
-    trained = {}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            trained[name] = parameter
+    trained = {
+        name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
+    }
     parameters = list(trained.values())
     gradients = torch.autograd.grad(output, parameters, allow_unused=True)
 

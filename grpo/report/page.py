@@ -172,9 +172,9 @@ def _run_entry(run: RunData) -> dict[str, Any]:
 
     # Evaluations are few, so their curves leave no points out.
     evaluated = read.evaluations(run)
-    eval_series = {}
-    for name in read.metric_names(evaluated):
-        eval_series[name] = [line.get(name) for line in evaluated]
+    eval_series = {
+        name: [line.get(name) for line in evaluated] for name in read.metric_names(evaluated)
+    }
 
     # The page lists changed keys first. A key that has no default was written by another version,
     # and is listed as changed.

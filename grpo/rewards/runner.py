@@ -164,9 +164,9 @@ class Scoring:
 
     def request(self, call: RewardCall) -> Request:
         """Return the request of a call, with the inputs of its rows."""
-        inputs = {}
-        for name, entries in self.inputs.items():
-            inputs[name] = [entries[row] for row in call.rows]
+        inputs = {
+            name: [entries[row] for row in call.rows] for name, entries in self.inputs.items()
+        }
         # The inputs are pickled before the message is. So each call gets a copy, and a column that
         # a worker cannot unpickle is an error of this call alone.
         pickled = cloudpickle.dumps((inputs, self.trainer_state))

@@ -130,6 +130,11 @@ class LoadedEnvironment:
             if is_tool and not is_stepped:
                 # The bound method: its signature has no `self`.
                 method = getattr(environment, name)
+                if not method.__doc__:
+                    raise ValueError(
+                        f"{name} has no docstring, and every public method is a tool: the name of "
+                        "a helper begins with _"
+                    )
                 tools |= _schema(method, {})
         has_reward = hasattr(environment, "get_reward")
         if has_reward and _needed_arguments(environment.get_reward):

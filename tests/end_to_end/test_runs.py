@@ -88,7 +88,7 @@ def test_debug_shows_and_checks(tmp_path, random_model):
         *small_run(random_model, tmp_path / "run"), "--debug", "eval.before_training=false"
     )
     for text in (
-        "sequence_ids_BS", "int64", "cpu", "completion 0:", "advantage ", "<|im_start|>user",
+        "rollout.prompts_per_step: 2", "sequence_ids_BS", "int64", "cpu", "completion 0:", "advantage ", "<|im_start|>user",
         "checked   all values are finite\n",
         "\nratio of the first update: 1.000000\n",
         "\nkl of the first update: 0.000000\n",

@@ -7,6 +7,7 @@ import pytest
 
 from grpo import train
 from grpo.telemetry.samples import read_samples
+from grpo.turns.sessions import LoadedEnvironment
 
 
 class Local:
@@ -94,11 +95,23 @@ def test_tools_of_function_objects(tmp_path, random_model):
         (3, "no function or class"),
         (lambda text: text, "has no docstring"),
         # Tools run in workers alone.
-        (locked, "cannot pickle '_thread.lock' object"),
+        (locked, "cannot pickle '_thread.lock' object; write it into a file"),
     ]
     for tool, message in refused:
         with pytest.raises(ValueError, match=message):
             train(settings_of(random_model, tmp_path / "b"), tools=[tool])
+
+
+def test_a_method_without_docstring_is_refused():
+    class Shop:
+        def reset(self):
+            self.seen = []
+
+        def helper(self):
+            return 1
+
+    with pytest.raises(ValueError, match="helper has no docstring, and every public method is"):
+        LoadedEnvironment({}, "shop", Shop).describe()
 
 
 class Count:
