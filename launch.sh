@@ -30,7 +30,7 @@ if [[ -z "${GRPO_NO_SETUP:-}" ]]; then
   fi
   # pip runs again only after one of the files that say what is installed has changed.
   if ! cat requirements.txt pyproject.toml launch.sh | cmp -s - "$venv/$stamp"; then
-    echo "installing ${install[*]}: PyTorch and others, about 3 GB to download with CUDA, 0.4 GB without ..."
+    echo "installing ${install[*]}: PyTorch and others, 3 GB if PyTorch brings CUDA (PyPI on Linux), else 0.4 GB ..."
     (while sleep 10 > /dev/null 2>&1; do echo "still at work, $SECONDS s so far ..."; done) &
     ticker=$!
     disown  # else bash prints a line about it below

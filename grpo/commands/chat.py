@@ -6,8 +6,8 @@ r"""Talk to a model, or print samples of one prompt with their rewards.
     python -m grpo.chat --model Qwen/Qwen2.5-0.5B-Instruct --prompt "What is 17+25?"
 
 Prompts are rendered, sampled and scored as in the run that wrote the checkpoint, or as the FILE of
---config says. A model that no run wrote gets the prompt alone, and rewards are computed only with
---column. If the dataset's prompts are lists of messages and a reward reads messages, add
+--config says. A model that no run wrote gets the prompt alone. Rewards that need a column get it
+from --column. If the dataset's prompts are lists of messages and a reward reads messages, add
 data.conversational=true.
 """
 
@@ -51,24 +51,27 @@ def main(argv: list[str]) -> None:
         help="a column for rewards, and for the environment's reset",
     )
     options, overrides = parser.parse_known_args(argv)
-    config, run_file = config_of_models(
+    config, _ = config_of_models(
         [options.model],
         options.config,
         [*BUILTIN_ENGINE, *overrides],
         # Otherwise a model without a run would get the instructions of the default task.
         default_values={"data": {"system_prompt": ""}},
     )
-    # A line of a conversation has no columns, such as the right answer, so it is not scored.
-    is_scored = options.prompt is not None and (run_file or options.config or options.column)
 
     world = start_world(config.runtime)
     with contextlib.ExitStack() as at_end:
         tools, rewards = open_rewards(config, at_end)
         columns = dict(options.column)
-        if is_scored:
+        try:
             # A missing column is reported before the model is loaded, which may take minutes.
-            rewards.check(columns)
-        else:
+            rewards.check(columns, "the options --column")
+        except ValueError as error:
+            if columns:
+                raise
+            # A line of a conversation has no columns, such as the right answer.
+            if options.prompt:
+                print(f"note: not scored: {error}")
             rewards = None
         path, tokenizer = find_tokenizer(config, options.model)
         engine = load_engine(config, world, path, tokenizer, tools)
