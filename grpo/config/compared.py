@@ -44,12 +44,11 @@ def settings_except(entry: str, config: Config) -> dict[str, Any]:
     """Return the settings by key, with secrets masked, except the settings that
     ``MAY_DIFFER[entry]`` lists."""
     exceptions = MAY_DIFFER[entry].split()
-    settings = {}
-    for key, value in flat(config.masked_values()).items():
-        section = key.partition(".")[0]
-        if key not in exceptions and section not in exceptions:
-            settings[key] = value
-    return settings
+    return {
+        key: value
+        for key, value in flat(config.masked_values()).items()
+        if key not in exceptions and key.partition(".")[0] not in exceptions
+    }
 
 
 def settings_of_all_ranks(config: Config) -> dict[str, Any]:

@@ -29,10 +29,11 @@ class CompletionResult:
     """The evaluation result of one completion."""
 
     correct: bool
-    formatted: bool
+    formatted: bool | None
+    """None if the run says nothing about the form of an answer."""
     lenient: bool | None
     """True if the last number in the text equals the reference answer, whether or not it is in
-    tags; None if the problem has no answer."""
+    tags; None if the problem has no answer, or one that is another text than a number."""
     length: int
     """Number of tokens that the model sampled."""
     truncated: bool
@@ -248,8 +249,7 @@ def _rate_of_attribute(results_by_problem: ResultsByProblem, attribute: str) -> 
     counts = []
     for results in results_by_problem:
         values = [getattr(result, attribute) for result in results]
-        # Only `lenient` may be None: it is None for all completions of a problem without a
-        # reference answer.
+        # `lenient` and `formatted` may be None, and then are for all completions of a problem.
         if None not in values:
             counts.append(sum(values))
     if not counts:

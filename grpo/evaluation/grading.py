@@ -7,7 +7,7 @@ from grpo.algorithm.batch import Completion, Group, Problem
 from grpo.config import EvalConfig
 from grpo.evaluation.estimate import CompletionResult, ResultsByProblem
 from grpo.rewards import RewardRunner
-from grpo.rewards.answers import equals_reference, extract_answer, has_format
+from grpo.rewards.answers import equals_reference, extract_answer, has_format, parse_number
 from grpo.rewards.builtin import ANSWER_REWARDS
 from grpo.rewards.calls import OUTSIDE_TRAINING, TrainerState
 from grpo.rewards.scores import score_groups
@@ -23,8 +23,8 @@ class Grader:
       Default: the first reward that checks answers, or else the first reward.
     - A completion is well-formed if the reward ``eval.format`` is above 0. Default: the reward
       ``format``. If the run has no reward ``format``, the mode of the reward ``accuracy`` decides.
-      In modes ``boxed`` and ``####``, a well-formed completion has an answer of that form. In all
-      other cases, a well-formed completion has think and answer tags.
+      In modes ``boxed`` and ``####``, a well-formed completion has an answer of that form, in
+      ``strict`` think and answer tags. In ``lenient``, and without ``accuracy``, any form is right.
     """
 
     def __init__(
@@ -47,22 +47,17 @@ class Grader:
         spec = rewards.specs[names.index(self.correctness)]
         self.mode = None
         if spec.name == "accuracy":
-            self.mode = spec.args.get("mode")
+            self.mode = spec.args.get("mode", "strict")
 
     def __call__(self, groups: Sequence[Group]) -> ResultsByProblem:
         """Return the results of the completions of each group."""
         # All groups are scored at once: rewards run in parallel over the completions of one call.
         scored = score_groups(self.rewards, groups, self.trainer_state)
         rows = iter(scored.values)
-        results_by_problem = []
-        for group in groups:
-            results_by_problem.append(
-                [
-                    self._grade(group.problem, completion, next(rows))
-                    for completion in group.completions
-                ]
-            )
-        return results_by_problem
+        return [
+            [self._grade(group.problem, completion, next(rows)) for completion in group.completions]
+            for group in groups
+        ]
 
     def _grade(
         self,
@@ -80,17 +75,20 @@ class Grader:
         answer = problem.columns.get("answer")
 
         # Lenient accuracy ignores the form. Compared with accuracy, it shows whether a model learns
-        # the format or learns to solve problems.
+        # the format or learns to solve problems. The last number never equals another text, such as
+        # a date.
         lenient = None
-        if answer is not None:
+        is_other_text = isinstance(answer, str) and parse_number(answer) is None
+        if answer is not None and not is_other_text:
             last_number = extract_answer(text, mode="lenient")
             lenient = equals_reference(last_number, answer)
 
+        formatted = None
         if self.format:
             formatted = (rewards[self.format] or 0.0) > 0
         elif self.mode in ("boxed", "####"):
             formatted = extract_answer(text, self.mode) is not None
-        else:
+        elif self.mode == "strict":
             formatted = has_format(text)
 
         # An unscored completion counts as wrong and is not left out: a reward that fails on hard

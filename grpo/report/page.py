@@ -136,10 +136,11 @@ def _run_entry(run: RunData) -> dict[str, Any]:
     steps = [line for line in run.metrics if "reward" in line]
     stride = math.ceil(len(steps) / MAX_POINTS)
     thinned = every_nth(steps, stride)
-    series = {}
-    for name in read.metric_names(steps):
-        if not name.startswith("eval/"):
-            series[name] = [_rounded(line.get(name)) for line in thinned]
+    series = {
+        name: [_rounded(line.get(name)) for line in thinned]
+        for name in read.metric_names(steps)
+        if not name.startswith("eval/")
+    }
 
     # The time is summed over all steps, also over steps that are left out of the curves.
     seconds = 0.0
