@@ -45,8 +45,8 @@ def call_own(
         if isinstance(value, Tensor):
             known[name] = value.clone()
 
-    parameters = list(inspect.signature(function).parameters.values())
-    names = [parameter.name for parameter in parameters]
+    parameters = inspect.signature(function).parameters
+    names = list(parameters)
     # With a misspelt first name, the others would get the tensors of other places.
     is_in_place = all(
         name == place or name not in known for name, place in zip(names, in_order, strict=False)
@@ -55,12 +55,11 @@ def call_own(
     if names[0] not in known and is_in_place:
         positional = list(in_order)
     keywords = {}
-    for parameter in parameters[len(positional) :]:
-        name = parameter.name
+    for name in names[len(positional) :]:
         if name in known:
             keywords[name] = known[name]
         # A misspelt name with a default would switch a part of the function off without a word.
-        elif parameter.kind != parameter.KEYWORD_ONLY:
+        elif parameters[name].kind != inspect.Parameter.KEYWORD_ONLY:
             raise ValueError(
                 f"there is no argument {name!r}: a function may ask for {', '.join(known)}; "
                 "parameters of its own stand after *"

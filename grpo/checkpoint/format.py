@@ -135,10 +135,11 @@ def save_checkpoint(
         if world.is_main:
             (partial / STATE_FILE).write_text(json.dumps({"step": step} | state, indent=1))
             # All ranks have written their files by now, so the manifest can list them.
-            digests = {}
-            for file in sorted(partial.rglob("*")):
-                if file.is_file():
-                    digests[str(file.relative_to(partial))] = _digest(file)
+            digests = {
+                str(file.relative_to(partial)): _digest(file)
+                for file in sorted(partial.rglob("*"))
+                if file.is_file()
+            }
             (partial / MANIFEST_FILE).write_text(json.dumps({"files": digests}))
             publish(partial, final)
             # A checkpoint of a later step is broken, or was saved before the run was continued from

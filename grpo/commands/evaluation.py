@@ -22,6 +22,7 @@ import contextlib
 import json
 import os
 from pathlib import Path
+from statistics import fmean
 
 from tqdm import tqdm
 
@@ -195,15 +196,22 @@ def print_outlook(evaluation: Evaluation) -> None:
         return
     metrics = evaluation.metrics
     pass_rate = metrics[f"eval/pass@{num_samples}"]
-    # A group teaches if its rewards differ. The limits are rules of thumb: docs/small_model.md.
-    outlook = "GRPO can begin"
-    if pass_rate < 0.05:
+    # A group teaches if its rewards differ.
+    share = fmean(
+        len({str(sample.rewards) for sample in problem.samples}) > 1
+        for problem in evaluation.problems
+    )
+    outlook = f"GRPO can begin, as the rewards of {share:.0%} of the groups differ"
+    # The limits are rules of thumb: docs/small_model.md.
+    if share < 0.05:
         outlook = (
             "few groups will differ. Examples in the prompt, easier problems or SFT first: "
             "docs/small_model.md"
         )
-    elif metrics[f"eval/mean@{num_samples}"] > 0.95:
-        outlook = "few groups will differ, because most are right throughout: take harder problems"
+        if metrics[f"eval/mean@{num_samples}"] > 0.95:
+            outlook = (
+                "few groups will differ, because most are right throughout: take harder problems"
+            )
     print(f"pass@{num_samples} is {pass_rate:.1%}: {outlook}")
 
 

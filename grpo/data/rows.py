@@ -203,10 +203,11 @@ def with_all_columns(rows: list[Any], expected: str) -> list[dict]:
         if not isinstance(row, Mapping):
             raise ValueError(f"{expected}: row {number} is {row!r:.80}")
         columns |= dict.fromkeys(row)
-    complete_rows = []
-    for row in rows:
-        complete_row = dict(columns)
-        for name, value in row.items():
-            complete_row[name] = value.tolist() if hasattr(value, "tolist") else value
-        complete_rows.append(complete_row)
-    return complete_rows
+    return [
+        columns
+        | {
+            name: value.tolist() if hasattr(value, "tolist") else value
+            for name, value in row.items()
+        }
+        for row in rows
+    ]

@@ -113,7 +113,7 @@ def correctness_note(config: EvalConfig, names: Sequence[str]) -> str | None:
     rule = f"evaluations count a completion as correct if {names[0]} > {config.correct_above:g}"
     return (
         f"note: no reward is known to check answers, so {rule}; "
-        "eval.correctness=REWARD chooses another"
+        "eval.correct_above=NUMBER sets another bar, eval.correctness=REWARD another reward"
     )
 
 

@@ -139,10 +139,9 @@ class Scoring:
         """:class:`RewardCall` -> the answer to the call."""
         self.lost_levels = defaultdict(list)
         """Index of a function -> levels of the calls that hung or killed their worker process."""
-        self.group_of_row = []
+        groups = itertools.groupby(inputs["prompts"])
+        self.group_of_row = [number for number, (_, group) in enumerate(groups) for _ in group]
         """``[B]`` index of the group of each row."""
-        for number, (_, group) in enumerate(itertools.groupby(inputs["prompts"])):
-            self.group_of_row += [number for _ in group]
 
     def split(self, call: RewardCall, level: int) -> list[RewardCall]:
         """Split a call into one call per group (GROUP), one per row (ROW), or one call (BATCH)."""

@@ -1,4 +1,4 @@
-"""Output and checks of ``--debug``: the tensors and the first group of each step."""
+"""Output and checks of ``--debug``: the tensors and the groups of each step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from grpo.telemetry.accumulator import Accumulator
 
 
 def show_step(run: Run, step: Step) -> None:
-    """Print the tensors and the first group of a step before its update, and check the tensors.
+    """Print the tensors and the groups of a step before its update, and check the tensors.
 
     Raises:
         AssertionError: if a tensor has a value that is not finite, with the tensor's name.
@@ -26,26 +26,24 @@ def show_step(run: Run, step: Step) -> None:
             assert tensor.isfinite().all(), f"{name} is not finite"
     show("checked   all values are finite")
 
-    group = step.groups[0]
-    problem = group.problem
-    # The prompt is decoded from the token ids, so that a wrong chat template or a doubled BOS token
-    # shows.
-    prompt = run.learner.policy.tokenizer.decode(problem.prompt_ids)
-    show(f"problem {problem.index}, {len(problem.prompt_ids)} tokens, as the model sees it:")
-    show(textwrap.indent(prompt, "  | "))
-    show(f"columns of its row: {problem.columns!r:.500}")
-
-    # A debug run has one process, so the first group of all ranks is also the first of this rank.
-    values_GF = step.values_PGF[0].tolist()
-    reward_names = run.tasks.rewards.names
-    for g, completion in enumerate(group.completions):
-        end = "finished" if completion.finished else "truncated"
-        rewards = dict(zip(reward_names, values_GF[g], strict=True))
-        advantage = batch.advantages_B[g]
-        show(
-            f"completion {g}: {completion.size_text}, {end}, advantage {advantage:+.4f}, {rewards}"
-        )
-        show(textwrap.indent(completion.transcript, "  | "))
+    rows = zip(step.values_PGF.flatten(0, 1).tolist(), batch.advantages_B, strict=True)
+    for group in step.groups:
+        problem = group.problem
+        # The prompt is decoded from the token ids, so that a wrong chat template or a doubled BOS
+        # token shows.
+        prompt = run.learner.policy.tokenizer.decode(problem.prompt_ids)
+        show(f"problem {problem.index}, {len(problem.prompt_ids)} tokens, as the model sees it:")
+        show(textwrap.indent(prompt, "  | "))
+        show(f"columns of its row: {problem.columns!r:.500}")
+        for g, completion in enumerate(group.completions):
+            end = "finished" if completion.finished else "truncated"
+            values, advantage = next(rows)
+            rewards = dict(zip(run.tasks.rewards.names, values, strict=True))
+            show(
+                f"completion {g}: {completion.size_text}, {end}, advantage {advantage:+.4f}, "
+                f"{rewards}"
+            )
+            show(textwrap.indent(completion.transcript, "  | "))
 
 
 def check_update(learner: Learner, metrics: Accumulator) -> None:

@@ -64,9 +64,7 @@ def sample_and_score(
             if groups:
                 result = score_groups(run.tasks.rewards, groups, run.trainer_state)
 
-    completions = []
-    for group in groups:
-        completions += group.completions
+    completions = [completion for group in groups for completion in group.completions]
     for row, completion in enumerate(completions):
         for column, values in result.extra.items():
             completion.logged_columns[column] = values[row]
@@ -150,9 +148,8 @@ def add_outcome(
         metrics.total(f"rewards/{name}/errors", count)
     for name, pair in result.metrics.items():
         metrics.add(LOGGED_PREFIX + name, *pair)
-    first_failures = []
-    for rank_failures in world.gather_objects(failures[:1]):
-        first_failures += rank_failures
+    failures_of_ranks = world.gather_objects(failures[:1])
+    first_failures = [failure for failures in failures_of_ranks for failure in failures]
     if not is_checked:
         return
 

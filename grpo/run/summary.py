@@ -57,6 +57,7 @@ def print_summary(
         f"output    {config.output_dir}, checkpoint.save_steps={save_steps}, saved also at the "
         f"end, at Ctrl-C and SIGTERM; {how_to_continue(config)}",
         data_line(config.data, train, evaluation, len(eval_problems)),
+        run.tasks.tools and f"tools     {', '.join(run.tasks.tools.key_of_tool) or 'none'}",
         *train.notes,
         *warnings_of(config, train.problems, eval_problems),
     ]

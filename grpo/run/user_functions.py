@@ -146,8 +146,7 @@ def _named(
     rows as lists, values of the reward functions, and lengths."""
     # A column or a reward with the name "step" comes before the number.
     by_name = {"step": step} | {name: [row[name] for row in columns] for name in columns[0]}
-    for f, name in enumerate(names):
-        by_name[name] = values_PGF[..., f]
+    by_name |= dict(zip(names, values_PGF.unbind(dim=-1), strict=True))
     by_name["lengths_PG"] = lengths_PG
     return by_name
 

@@ -23,12 +23,13 @@ The limit is below the 30 seconds after which torchrun kills a process that it h
 
 def table_row(record: dict[str, Any]) -> dict[str, Any]:
     """Return the record of a completion as a row of a table, without per-token values."""
-    row = {}
-    for name, value in record.items():
-        # "sampled" is a list with a value per token, or None if the model sampled all tokens. It is
-        # always left out, since all rows of a table need the same columns.
-        if not isinstance(value, list | dict) and name != "sampled":
-            row[name] = value
+    # "sampled" is a list with a value per token, or None if the model sampled all tokens. It is
+    # always left out, since all rows of a table need the same columns.
+    row = {
+        name: value
+        for name, value in record.items()
+        if not isinstance(value, list | dict) and name != "sampled"
+    }
     for name, value in record["rewards"].items():
         row[f"rewards/{name}"] = value
     return json_safe(row)

@@ -63,6 +63,16 @@ HINT_RULES = (
         ),
         below=0.02,
     ),
+    # None is a valid value, for what cannot be scored, so that no error says that all are None.
+    HintRule(
+        "no score",
+        "frac_unscorable",
+        (
+            "{mean:.0%} of the completions have no score, and so no advantage: each reward "
+            "function, or get_reward, returned None for them, or failed (rewards/NAME/errors)"
+        ),
+        above=0.5,
+    ),
     # Above 0.8, less than a fifth of the groups give all of the gradient.
     HintRule(
         "equal rewards",
@@ -75,16 +85,7 @@ HINT_RULES = (
             "rollout.num_generations, or set algorithm.dynamic_sampling=true"
         ),
         above=0.8,
-    ),
-    # None is a valid value, for what cannot be scored, so that no error says that all are None.
-    HintRule(
-        "no score",
-        "frac_unscorable",
-        (
-            "{mean:.0%} of the completions have no score, and so no advantage: for them every "
-            "reward function, or the environment's get_reward, failed or gave None"
-        ),
-        above=0.5,
+        unless="no score",
     ),
     # Also with groups that differ, a small model moves little at the rates of large models.
     HintRule(
@@ -133,15 +134,6 @@ HINT_RULES = (
             "mending: completions/ has each call with its error"
         ),
         above=0.5,
-    ),
-    HintRule(
-        "failing environments",
-        "stop_reason/failed",
-        (
-            "the environment failed in {mean:.0%} of the completions, which have no reward: its "
-            "reset, step or get_reward raised, or a method took longer than reward.timeout_s"
-        ),
-        above=0.1,
     ),
     # Most objectives give a clipped token no gradient: much of the rollout was sampled in vain.
     HintRule(

@@ -76,11 +76,7 @@ def is_computed(value: float | None) -> bool:
 
 def computed(metrics: dict[str, Any]) -> dict[str, Any]:
     """Return the metrics whose value is a finite number."""
-    numbers = {}
-    for name, value in metrics.items():
-        if is_computed(value):
-            numbers[name] = value
-    return numbers
+    return {name: value for name, value in metrics.items() if is_computed(value)}
 
 
 def json_safe(value: Any, default: Callable | None = None) -> Any:

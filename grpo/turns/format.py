@@ -106,7 +106,7 @@ class TurnFormat:
                 )
         elif schemas:
             note = "note: the chat template does not show the tools: "
-            return [note + "data.system_prompt must describe them, or data.few_shot show calls"]
+            return [note + "data.system_prompt or data.few_shot alone can"]
         return []
 
     def _find_reader(self, schemas: Schemas) -> bool:

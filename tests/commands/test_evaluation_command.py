@@ -87,20 +87,29 @@ def test_samples_are_drawn_without_being_asked_for(tmp_path, random_model, capsy
     ("rights", "line"),
     [
         ([0] * 39 + [1], "pass@4 is 2.5%: few groups will differ. Examples in the prompt, easier"),
-        ([0] * 9 + [1], "pass@4 is 10.0%: GRPO can begin"),
-        ([4] * 9 + [2], "pass@4 is 100.0%: GRPO can begin"),
+        ([0] * 9 + [1], "pass@4 is 10.0%: GRPO can begin, as the rewards of 10% of the groups"),
+        ([4] * 9 + [2], "pass@4 is 100.0%: GRPO can begin, as the rewards of 10% of the groups"),
         ([4] * 39 + [3], "pass@4 is 100.0%: few groups will differ, because most are right"),
     ],
 )
 def test_the_line_that_says_whether_grpo_can_begin(rights, line, capsys):
-    """Of 4 samples of each problem so many are right."""
+    """Of 4 samples of each problem so many are right. Rewards count, also of wrong samples."""
     problems = []
     for num_right in rights:
-        samples = [CompletionResult(i < num_right, True, None, 1, False) for i in range(4)]
+        samples = []
+        for i in range(4):
+            right = i < num_right
+            samples.append(CompletionResult(right, True, None, 1, False, {"right": float(right)}))
         problems.append(ProblemResult(Problem(0, "q", (1,), {}), samples[0], samples))
     estimates = estimate_metrics([p.greedy for p in problems], [p.samples for p in problems])
     print_outlook(Evaluation(problems, estimates))
     assert capsys.readouterr().out.startswith(line)
+    # With marks below what counts as right, the rewards of all groups differ.
+    for problem in problems:
+        for mark, sample in enumerate(problem.samples):
+            sample.rewards["mark"] = 0.1 * mark
+    print_outlook(Evaluation(problems, estimates))
+    assert "the rewards of 100% of the groups differ" in capsys.readouterr().out
 
 
 @pytest.mark.slow
