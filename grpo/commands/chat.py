@@ -63,16 +63,16 @@ def main(argv: list[str]) -> None:
     with contextlib.ExitStack() as at_end:
         tools, rewards = open_rewards(config, at_end)
         columns = dict(options.column)
-        try:
-            # A missing column is reported before the model is loaded, which may take minutes.
-            rewards.check(columns, "the options --column")
-        except ValueError as error:
-            if columns:
-                raise
-            # A line of a conversation has no columns, such as the right answer.
-            if options.prompt:
+        # A line of a conversation has no columns, such as the right answer, so it is not scored.
+        if options.prompt is not None:
+            try:
+                # Missing columns are reported before the model is loaded, which may take minutes.
+                rewards.check(columns, "the options --column")
+            except ValueError as error:
+                if columns:
+                    raise
                 print(f"note: not scored: {error}")
-            rewards = None
+                rewards = None
         path, tokenizer = find_tokenizer(config, options.model)
         engine = load_engine(config, world, path, tokenizer, tools)
         at_end.callback(engine.close)
