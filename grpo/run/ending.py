@@ -37,7 +37,9 @@ def run_to_completion(run: Run, train: Callable[[Run], None], *, ends_process: b
             loop(run)
         except Interrupted:  # raised on all ranks after a vote
             code = run.log.signals.exit_code
-        assert not run.progress.mid_update, "an update is never interrupted"
+        assert not run.progress.mid_update, (
+            "the loop has left a step that remaining_steps has not finished"
+        )
         run.log.saver.save_newest()
     except BaseException as failure:
         # A second error from here on, for example of a full disk, must not hide the failure.

@@ -19,6 +19,7 @@ from grpo.algorithm.batch import Batch, Group
 from grpo.config.algorithm import AlgorithmConfig
 from grpo.run.passes import batch_logprobs
 from grpo.run.records import Run, Step
+from grpo.system import UserError
 from grpo.telemetry.accumulator import Accumulator
 from grpo.telemetry.samples import sample_records
 from grpo.turns.metrics import add_turns
@@ -50,6 +51,8 @@ def record_microbatch(
     if not is_first_iteration:
         return
 
+    if step.reported_old_BT is None:
+        raise UserError("a loop calls step.keep_for_metrics before its updates")
     T = old_BT.shape[1]
     step.reported_old_BT[micro.row_B, :T] = old_BT
     # The old log-probs of dppo_tv come from the sampler, so their difference from the sampler's

@@ -54,8 +54,8 @@ class Learner:
     """The scorer without DDP, for passes without gradient. Under FSDP and in a single process,
     ``scorer`` and ``bare_scorer`` are one object."""
     ref_scorer: CompletionScorer | None
-    """Computes log-probs of completions under the frozen reference. None if ``beta`` is 0, when no
-    reference is in memory."""
+    """Computes log-probs of completions under the frozen reference. None if neither ``beta`` nor a
+    user's loss needs a reference, when none is in memory."""
     optimizer: torch.optim.Optimizer
     lr_schedule: LRScheduler
     reporter: Reporter
@@ -206,6 +206,8 @@ class Step:
     # A step without an evaluation reports 0 seconds for that phase.
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     """Seconds of each phase on this rank."""
+    sampled: set[int] = field(default_factory=set)
+    """Indices of the problems of this rank that were sampled in this step."""
     groups: Sequence[Group] = ()
     """Problems of this rank with their completions."""
     values_PGF: Tensor | None = None

@@ -39,9 +39,10 @@ def sample_and_score(
         UserError: on all ranks, if a reward function failed on every completion, or if every
             environment that acted failed.
     """
-    indices = {problem.index for problem in problems}
-    if len(indices) < len(problems):
-        raise UserError("a problem is twice in this step: its completions would be the same")
+    for problem in problems:
+        if problem.index in step.sampled:
+            raise UserError("a problem is twice in this step: its completions would be the same")
+        step.sampled.add(problem.index)
     world = run.world
     sampling = run.sampler.sampling
     names = run.tasks.rewards.names

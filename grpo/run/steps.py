@@ -17,7 +17,7 @@ from grpo.evaluation.grading import Grader
 from grpo.run.ending import print_result
 from grpo.run.metrics import report_completions, step_line
 from grpo.run.records import Run, Step
-from grpo.system import seconds_waited_for_core, signs_of_life
+from grpo.system import UserError, seconds_waited_for_core, signs_of_life
 from grpo.telemetry.console import evaluation_table
 
 
@@ -51,9 +51,15 @@ def remaining_steps(run: Run) -> Iterator[Step]:
         with signs_of_life(name, is_shown=run.world.is_main):
             yield step
 
-        # Here the loop has made all updates of the step.
-        if not progress.mid_update:
-            log.reporter.print(f"warning: {name} made no update")
+        # Here the loop has made all updates of the step. A run that continues computes the learning
+        # rate from the number of its step alone.
+        per_step = run.config.algorithm.updates_per_step
+        num_more = run.learner.lr_schedule.last_epoch - (step.number + 1) * per_step
+        if num_more:
+            raise UserError(
+                f"{name} made {per_step + num_more} updates, and the learning-rate schedule is for "
+                f"{per_step}, algorithm.num_iterations times algorithm.num_minibatches"
+            )
         seconds = time.perf_counter() - started
         waited = seconds_waited_for_core() - waited_before
         step.metrics.maximum("step_time", seconds)

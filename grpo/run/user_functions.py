@@ -23,6 +23,9 @@ from grpo.config.algorithm import AlgorithmConfig, is_user_function
 from grpo.rewards.functions import describe_error, load_object, source_files
 from grpo.run.records import Run, Step
 
+TRIED_STEPS = (0, 100)
+"""Steps for which the user's loss and advantages are tried: a term may fade in or out."""
+
 
 @dataclass(frozen=True)
 class UserFunctions:
@@ -55,7 +58,8 @@ def load_user_functions(config: Config) -> UserFunctions:
     if is_user_function(algorithm.objective):
         objective = _load(algorithm, "objective", files)
         with _described("algorithm.objective", algorithm.objective, files):
-            _try_objective(objective)
+            for step in TRIED_STEPS:
+                _try_objective(objective, step)
 
     # The arguments of advantages include columns of the rows, which are not read yet:
     # try_advantages().
@@ -89,10 +93,11 @@ def try_advantages(
     values_PGF = torch.stack([mixed_GF.float(), torch.ones(G, F)])
     rewards_PG = values_PGF[..., 0]
     lengths_PG = torch.stack([numbers_G + 1, torch.ones_like(numbers_G)])
-    by_name = _named(names, values_PGF, lengths_PG, [columns, columns], step=0)
     name = config.algorithm.advantages
     with _described("algorithm.advantages", name, user.source_files):
-        call_user_advantages(user.advantages, rewards_PG, values_PGF, by_name)
+        for step in TRIED_STEPS:
+            by_name = _named(names, values_PGF, lengths_PG, [columns, columns], step)
+            call_user_advantages(user.advantages, rewards_PG, values_PGF, by_name)
 
 
 def own_advantages(
@@ -182,7 +187,7 @@ def _load(algorithm: AlgorithmConfig, key: str, files: dict[str, str]) -> Any:
     return partial(function, **args)
 
 
-def _try_objective(function: UserObjective) -> None:
+def _try_objective(function: UserObjective, step: int) -> None:
     """Check the loss and its gradient on rows of 2, 1 and 0 tokens, with ratios above, below and at
     1. In the second row the policy is the old one and the reference, so that no trust region of a
     loss leaves it out.
@@ -213,6 +218,7 @@ def _try_objective(function: UserObjective) -> None:
             ref_logprobs_BT=cut(ref_logprobs_BT),
             sampling_logprobs_BT=cut(old_logprobs_BT),
             objective=function,
+            step=step,
         )
         return loss_sum
 

@@ -31,6 +31,7 @@ def given(metric: str, values: list) -> list[tuple[int, str]]:
         ("completions/clipped_ratio", [0.5] * 30, 3, "50% of the completions"),
         ("tools/call_frequency", [0.5, 0.5] + [0.0] * 30, 12, "nobody called the tool"),
         ("tools/failure_frequency", [1.0] * 30, 3, "100% of the tool calls fail"),
+        ("stop_reason/failed", [0.0] * 10 + [0.5] * 20, 13, "failed in 15% of the completions"),
         ("frac_unscorable", [1.0] * 30, 3, "100% of the completions have no score"),
         ("time/frac_core_wait", [0.0] * 3 + [0.5] * 20, 6, "25% of the time"),  # 3 * 0.5 / 6
         # over the numbers that there are
