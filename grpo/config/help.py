@@ -127,7 +127,8 @@ def unknown_key(key: str, keys: list[str]) -> str:
 
 def explain(error: Mapping[str, Any], keys: list[str]) -> str:
     """Return an error of pydantic as one line: the key, the value and what would work."""
-    key = ".".join(map(str, error["loc"]))
+    # Pydantic adds "[key]" for a key of a mapping.
+    key = ".".join(map(str, error["loc"])).removesuffix(".[key]")
     message = error["msg"].removeprefix("Value error, ")
     if error["type"] == "extra_forbidden":
         return unknown_key(key, keys)
