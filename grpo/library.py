@@ -107,7 +107,7 @@ class TrainingResult:
 
 def train(
     config: Mapping[str, Any] | str | os.PathLike[str] | Config | None = None,
-    *,
+    *more: Any,
     reward_functions: Any = None,
     tools: Any = None,
     environment_factory: Any = None,
@@ -134,6 +134,7 @@ def train(
         eval_dataset: replaces ``data.eval_dataset``, with the same types.
         settings: sections and keys that win over ``config``, such as ``optim={"max_steps": 5},
             seed=1``.
+        more: must be empty: all other arguments are given by name.
 
     Returns:
         The results, read from the run's folder.
@@ -146,6 +147,11 @@ def train(
         Exception: the error of a step that failed. The newest complete step is saved first, unless
             the error came during an update.
     """
+    if more:
+        raise ConfigError(
+            "train() takes the configuration alone by position. By name: the model is "
+            "model={'name_or_path': ...}, rewards are reward_functions, rows are dataset"
+        )
     turns = {
         "tools": tools,
         "environment": environment_factory,

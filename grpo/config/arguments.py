@@ -14,7 +14,7 @@ import yaml
 from pydantic import ValidationError
 
 from grpo.config.config import Config, debug_changes
-from grpo.config.help import as_yaml, explain, help_text, keys_of, type_name
+from grpo.config.help import as_yaml, explain, help_text, keys_of, type_name, unknown_key
 from grpo.config.secrets import masked
 
 
@@ -69,7 +69,8 @@ def load_config(
         if not equals:
             raise ConfigError(
                 f"argument {override!r} is not understood: "
-                "use section.key=value, --config FILE, --debug or --help"
+                "use section.key=value, --config FILE, --debug or --help; "
+                + unknown_key(key, list(keys_of(Config)))
             )
         value = _parse_value(key, text)
         changes.append({key: value})
@@ -105,13 +106,13 @@ def make_config(
         # are computed again.
         start = source.user_values
         is_debug = source.debug
-    elif hasattr(source, "to_dict"):  # TRL's GRPOConfig
-        raise ConfigError(
-            "the settings of GRPOConfig are keys of the configuration: docs/trl_arguments.md names "
-            "the key of each"
-        )
-    else:
+    elif isinstance(source, Mapping | None):
         start = _user_values_of(source or {})
+    else:
+        raise ConfigError(
+            f"{type(source).__name__} is no configuration: model.name_or_path names the model, and "
+            "docs/trl_arguments.md the key of each setting of GRPOConfig"
+        )
 
     values = {}
     for mapping in (start, *more):
@@ -210,7 +211,10 @@ def mask_secrets(argument: str) -> str:
 
 def read_config_file(name: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the values of a YAML file. A ``ConfigError`` names the file and the mistake in it."""
-    text = Path(name).expanduser().read_text(encoding="utf-8")
+    file = Path(name).expanduser()
+    if not file.is_file():
+        raise ConfigError(f"{name} is no YAML file (model.name_or_path names the model)")
+    text = file.read_text(encoding="utf-8")
     values = read_yaml(text, str(name)) or {}
     if not isinstance(values, dict):
         raise ConfigError(f"{name}: expected a mapping of sections, got {type(values).__name__}")

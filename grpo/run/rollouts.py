@@ -166,4 +166,6 @@ def add_outcome(
             trace = result.first_traceback.get(name, "")
             error = trace.rstrip().rpartition("\n")[2] or "timeout"
             what = f"reward {name!r} failed on all {count} completions of this step"
-            raise UserError(f"{what}: {error} (docs/rewards.md: what a reward gets)")
+            raise UserError(
+                f"{what}: {error} (docs/rewards.md; for chats, completions are messages)"
+            )
