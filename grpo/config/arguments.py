@@ -212,7 +212,7 @@ def mask_secrets(argument: str) -> str:
 def read_config_file(name: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the values of a YAML file. A ``ConfigError`` names the file and the mistake in it."""
     file = Path(name).expanduser()
-    if not file.is_file():
+    if file.is_dir() or not file.exists():
         raise ConfigError(f"{name} is no YAML file (model.name_or_path names the model)")
     text = file.read_text(encoding="utf-8")
     values = read_yaml(text, str(name)) or {}

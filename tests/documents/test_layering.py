@@ -38,7 +38,7 @@ ALONE = {
 
 MAX_ROOMS = 22
 BUDGETS = {
-    "system": 990, "attention": 5740, "algorithm": 8150, "config": 6844, "distributed": 3030, "data": 7830,
+    "system": 990, "attention": 5740, "algorithm": 8150, "config": 6850, "distributed": 3030, "data": 7830,
     "telemetry": 4830, "workers": 5028, "rewards": 9384, "model": 4575, "rollout": 8820, "vllm": 4340, "turns": 7154,
     "evaluation": 2520, "checkpoint": 3035, "run": 12650, "library": 1712, "report": 2595, "commands": 5480,
 }  # fmt: skip
