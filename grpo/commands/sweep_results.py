@@ -38,8 +38,9 @@ CAPTION = (
     "\nMean over the seeds ± half of its 95% interval. "
     "The difference is the mean over the seeds of the variant minus the\n"
     "first variant with the same seed; an interval without 0 tells the two apart, but of two "
-    "seeds, or ± 0, it says\nnext to nothing. Student's t, n - 1 degrees of freedom; one seed has no "
-    "interval. Evaluations: the last one.\n"
+    "seeds, or ± 0, it says\n"
+    "next to nothing. Student's t, n - 1 degrees of freedom; one seed has no interval. "
+    "Evaluations: the last one.\n"
     f"Other metrics: mean of the last {NUM_LAST_STEPS} steps.\n"
 )
 
