@@ -29,11 +29,10 @@ class CompletionResult:
     """The evaluation result of one completion."""
 
     correct: bool
-    formatted: bool | None
-    """None if the run says nothing about the form of an answer."""
+    formatted: bool
     lenient: bool | None
     """True if the last number in the text equals the reference answer, whether or not it is in
-    tags; None if the problem has no answer, or one that is another text than a number."""
+    tags; None if the problem has no answer."""
     length: int
     """Number of tokens that the model sampled."""
     truncated: bool
@@ -249,7 +248,8 @@ def _rate_of_attribute(results_by_problem: ResultsByProblem, attribute: str) -> 
     counts = []
     for results in results_by_problem:
         values = [getattr(result, attribute) for result in results]
-        # `lenient` and `formatted` may be None, and then are for all completions of a problem.
+        # Only `lenient` may be None: it is None for all completions of a problem without a
+        # reference answer.
         if None not in values:
             counts.append(sum(values))
     if not counts:

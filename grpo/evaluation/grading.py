@@ -7,7 +7,7 @@ from grpo.algorithm.batch import Completion, Group, Problem
 from grpo.config import EvalConfig
 from grpo.evaluation.estimate import CompletionResult, ResultsByProblem
 from grpo.rewards import RewardRunner
-from grpo.rewards.answers import equals_reference, extract_answer, has_format, parse_number
+from grpo.rewards.answers import equals_reference, extract_answer, has_format
 from grpo.rewards.builtin import ANSWER_REWARDS
 from grpo.rewards.calls import OUTSIDE_TRAINING, TrainerState
 from grpo.rewards.scores import score_groups
@@ -23,8 +23,8 @@ class Grader:
       Default: the first reward that checks answers, or else the first reward.
     - A completion is well-formed if the reward ``eval.format`` is above 0. Default: the reward
       ``format``. If the run has no reward ``format``, the mode of the reward ``accuracy`` decides.
-      In modes ``boxed`` and ``####``, a well-formed completion has an answer of that form, in
-      ``strict`` think and answer tags. In ``lenient``, and without ``accuracy``, any form is right.
+      In modes ``boxed`` and ``####``, a well-formed completion has an answer of that form. In all
+      other cases, a well-formed completion has think and answer tags.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Grader:
         spec = rewards.specs[names.index(self.correctness)]
         self.mode = None
         if spec.name == "accuracy":
-            self.mode = spec.args.get("mode", "strict")
+            self.mode = spec.args.get("mode")
 
     def __call__(self, groups: Sequence[Group]) -> ResultsByProblem:
         """Return the results of the completions of each group."""
@@ -75,20 +75,17 @@ class Grader:
         answer = problem.columns.get("answer")
 
         # Lenient accuracy ignores the form. Compared with accuracy, it shows whether a model learns
-        # the format or learns to solve problems. The last number never equals another text, such as
-        # a date.
+        # the format or learns to solve problems.
         lenient = None
-        is_other_text = isinstance(answer, str) and parse_number(answer) is None
-        if answer is not None and not is_other_text:
+        if answer is not None:
             last_number = extract_answer(text, mode="lenient")
             lenient = equals_reference(last_number, answer)
 
-        formatted = None
         if self.format:
             formatted = (rewards[self.format] or 0.0) > 0
         elif self.mode in ("boxed", "####"):
             formatted = extract_answer(text, self.mode) is not None
-        elif self.mode == "strict":
+        else:
             formatted = has_format(text)
 
         # An unscored completion counts as wrong and is not left out: a reward that fails on hard

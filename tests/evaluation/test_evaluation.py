@@ -258,11 +258,7 @@ def test_the_grader_reads_correctness_format_and_the_last_number():
         (result,) = graded(Rewards(right=1.0), "7", answer=answer)
         assert result.lenient is lenient, answer
     texts = ("<think>a</think> <answer>7</answer>", "so \\boxed{7}", "so\n#### 7")
-    for rewards in (Rewards(accuracy=0.0, mode="lenient"), Rewards(right=0.0)):
-        assert [r.formatted for r in graded(rewards, *texts)] == [None] * 3, "any form is right"
-    (result,) = graded(Rewards(right=1.0), "1984", answer="1984-05-03")
-    assert result.lenient is None, "a date is never the last number"
-    for mode, right_form in ((None, 0), ("strict", 0), ("boxed", 1), ("####", 2)):
+    for mode, right_form in ((None, 0), ("lenient", 0), ("boxed", 1), ("####", 2)):
         results = graded(Rewards(accuracy=0.0, mode=mode), *texts, answer="7")
         assert [r.formatted for r in results] == [right_form == i for i in range(3)], mode
     (result,) = graded(Rewards(accuracy=1.0, format=0.0, mode="boxed"), texts[1])
