@@ -52,7 +52,7 @@ def record_microbatch(
         return
 
     if step.reported_old_BT is None:
-        raise UserError("a loop calls step.keep_for_metrics before its updates")
+        raise UserError("call step.keep_for_metrics(...) before the updates of a step")
     T = old_BT.shape[1]
     step.reported_old_BT[micro.row_B, :T] = old_BT
     # The old log-probs of dppo_tv come from the sampler, so their difference from the sampler's

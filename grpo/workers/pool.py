@@ -222,6 +222,7 @@ class Pool:
         elif what not in message:
             # The user must see which object the message is about. Some messages name it themselves.
             message = f"{what}: {message}"
+        # The object holds what no other process can have: a connection or a lock, for example.
         if "pickle" in message:
             message += "; write it into a file, from which each worker loads its own"
         raise ValueError(message)
