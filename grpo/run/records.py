@@ -206,8 +206,8 @@ class Step:
     # A step without an evaluation reports 0 seconds for that phase.
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     """Seconds of each phase on this rank."""
-    sampled: set[int] = field(default_factory=set)
-    """Indices of the problems of this rank that were sampled in this step."""
+    sampled: set[tuple[int, int]] = field(default_factory=set)
+    """Problems of this rank that were sampled in this step: index and number of the draw."""
     groups: Sequence[Group] = ()
     """Problems of this rank with their completions."""
     values_PGF: Tensor | None = None

@@ -27,12 +27,15 @@ def sample_and_score(
     problems: Sequence[Problem],
     *,
     are_substitutes: bool = False,
+    draw: int = 0,
 ) -> Rollout:
     """Sample a group of completions for each problem, and call every reward function.
 
     Args:
         problems: problems of this rank. The list may be empty.
         are_substitutes: True if the problems replace a few problems of the step.
+        draw: number of this sampling of the problems in the step. Each number gives other
+            completions.
 
     Raises:
         Interrupted: on all ranks, if a signal asks one of them to stop.
@@ -40,9 +43,13 @@ def sample_and_score(
             environment that acted failed.
     """
     for problem in problems:
-        if problem.index in step.sampled:
-            raise UserError("a problem is twice in this step: its completions would be the same")
-        step.sampled.add(problem.index)
+        sampled = (problem.index, draw)
+        if sampled in step.sampled:
+            raise UserError(
+                "a problem is twice in this step: its completions would be the same; "
+                "another number for draw gives others"
+            )
+        step.sampled.add(sampled)
     world = run.world
     sampling = run.sampler.sampling
     names = run.tasks.rewards.names
@@ -58,7 +65,7 @@ def sample_and_score(
             groups = run.sampler.engine.generate(
                 problems,
                 sampling,
-                seed_key=(run.config.seed, "rollout", step.number),
+                seed_key=(run.config.seed, f"rollout{draw or ''}", step.number),
                 on_tokens=bar.update,
             )
         with world.timed("reward", step.seconds):

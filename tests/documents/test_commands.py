@@ -22,10 +22,15 @@ import pytest
 from conftest import ROOT, run_forked, save_random_model
 from hub_service import hub, pointed_at, publish
 
-NOT_HERE = ("python -m venv .venv-trl", "python tests/faults/soak.py", "source .venv/bin/activate")
-"""Not executed: the first installs TRL from the network, ``tests/faults/test_soak.py`` runs the
-second, and ``environment()`` does the third. Nor are commands with vllm, which
-``tests/faults/test_vllm_runs.py`` runs."""
+NOT_HERE = (
+    "python -m venv .venv-trl",
+    "python tests/faults/soak.py",
+    "python examples/yaml_from_trl.py",
+    "source .venv/bin/activate",
+)
+"""Not executed: the first installs TRL from the network, ``tests/faults/test_soak.py`` and
+``test_yaml_from_trl.py`` run the next two, and ``environment()`` does the last. Nor are commands
+with vllm, which ``tests/faults/test_vllm_runs.py`` runs."""
 RECIPES = [ROOT / "docs" / "recipes.md", ROOT / "docs" / "learning.md"]
 """Their commands need a Hub: they have a test of their own."""
 FILES = [

@@ -7,6 +7,7 @@ import pkgutil
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 from conftest import ROOT, environment_of_runs, run_trainer, small_run
 
 from grpo.algorithm.advantages import group_advantages
+from grpo.algorithm.batch import Completion, Group, Problem
 from grpo.algorithm.loss import loss_denominator, policy_loss
 from grpo.config import Config
 from grpo.config.aliases import OTHER_NAMES
@@ -231,6 +233,7 @@ def test_every_setting_of_trl_is_in_the_table_or_has_a_reason():
     assert len(names) == len(set(names)) == 77 + 114, "of TRL 1.16.0 with transformers 5.23"
 
 
+@pytest.mark.slow  # .ci/run installs TRL before the slow tests
 def test_the_table_of_trls_settings_is_what_its_script_writes():
     pytest.importorskip("trl", reason="needs TRL: pip install -e '.[bench]'")
     script = ROOT / "docs" / "make_trl_arguments.py"
@@ -270,6 +273,23 @@ def test_the_readmes_figures_are_those_of_the_benchmark():
         memory = entry["summary"]["peak_rss_mib"]["ratio"]
         assert f"{step:.2f} times" in text, length
         assert f"with {1 / memory:.0%}" in text, length
+
+
+def test_the_replay_buffer_of_the_page_gives_the_same_batch():
+    text = (ROOT / "docs" / "algorithm.md").read_text()
+    (code,) = re.findall(r"  ```python\n(  from dataclasses.*?)  ```", text, re.DOTALL)
+    functions = {}
+    exec(textwrap.dedent(code), functions)
+    problem = Problem(3, "1 + 1 =", (1, 2), {"answer": "2"})
+    completions = (
+        Completion((5, 6), "2", True, (-0.1, -0.2)),
+        Completion((7,), "3", False, (-0.3,)),
+    )
+    group = Group(problem, completions)
+    values_GF = torch.tensor([[1.0], [math.nan]])
+    saved = json.loads(json.dumps(functions["as_json"](group, values_GF)))
+    assert functions["as_group"](saved, {3: problem}) == group
+    torch.testing.assert_close(torch.tensor(saved["values"]), values_GF, equal_nan=True)
 
 
 def test_the_tests_of_what_cannot_happen_exist():

@@ -42,6 +42,9 @@ def typo(logprobs_BT, ratio_BT, A_B1, mask_BT, bounds, ref_logprob_BT):
 def silent_typo(ratio_BT, A_B1, ref_logprob_BT=None):
     return -ratio_BT * A_B1
 
+def typo_after_star(ratio_BT, A_B1, *, ref_logprob_BT=None):
+    return -ratio_BT * A_B1
+
 def first_typo(logprob_BT, old_logprobs_BT, A_B1, mask_BT, bounds):
     return -(logprob_BT - old_logprobs_BT).exp() * A_B1
 
@@ -100,10 +103,11 @@ constant = 3
         ("objective", "largest_advantage", "a row or its gradient depends on the other rows"),
         ("objective", "typo", "no argument 'ref_logprob_BT': .* may ask for old_logprobs_BT, ref"),
         ("objective", "silent_typo", "there is no argument 'ref_logprob_BT'"),
+        ("objective", "typo_after_star", "no argument 'ref_logprob_BT': .* not end in a shape"),
         ("objective", "first_typo", "there is no argument 'logprob_BT'"),
         ("objective", "detached", "the loss has no gradient"),
         ("objective", "any_keyword", "there is no argument 'kwargs'"),
-        ("objective", "fails", r"\(line 59\) raised KeyError: 'a'"),
+        ("objective", "fails", r"\(line 62\) raised KeyError: 'a'"),
         ("objective", "missing", "has no function or class"),
         ("objective", "constant", "has no function or class"),
     ],
@@ -343,7 +347,8 @@ def test_a_loss_trains_where_all_advantages_are_0(tmp_path, random_model):
 def test_loss_and_advantages_see_the_step_and_a_step_without_update_is_refused(
     tmp_path, random_model
 ):
-    """Three steps, 0 to 2. The loop leaves out the update of the last."""
+    """Three steps, 0 to 2. The loop leaves out the update of the last. It draws each problem three
+    times, with other completions each time, and trains on the last."""
     file = tmp_path / "mine.py"
     file.write_text(
         """
@@ -357,7 +362,18 @@ def advantages(rewards_PG, step):
 
 def train(run):
     update = train_grpo.update
+    sample_and_score = train_grpo.sample_and_score
 
+    def sample_twice(run, step, problems):
+        rollouts = [sample_and_score(run, step, problems, draw=draw) for draw in range(3)]
+        found = set()
+        for rollout in rollouts:
+            completions = [each for group in rollout.groups for each in group.completions]
+            found.add(tuple(tuple(each.sampled_ids) for each in completions))
+        assert len(found) == 3
+        return rollouts[2]
+
+    train_grpo.sample_and_score = sample_twice
     def update_before_the_last(learner, step, *arguments, **named):
         if step.number < 2:
             update(learner, step, *arguments, **named)
@@ -390,7 +406,7 @@ def test_a_problem_that_is_twice_in_a_step_is_refused():
     with pytest.raises(UserError, match="a problem is twice in this step"):
         sample_and_score(None, Step(0), [problem, problem])
     with pytest.raises(UserError, match="a problem is twice in this step"):
-        sample_and_score(None, Step(0, sampled={3}), [problem])
+        sample_and_score(None, Step(0, sampled={(3, 0)}), [problem])
 
 
 def test_the_state_of_a_loop_is_what_a_checkpoint_would_give_back():
