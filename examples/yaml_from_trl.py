@@ -11,14 +11,16 @@ import re
 import runpy
 import sys
 from collections.abc import Callable
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, dataclass, field, fields
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
-from trl import GRPOConfig, GRPOTrainer
+from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+from transformers import AutoConfig
+from trl import GRPOConfig
 
 from grpo.config import Config, ConfigError, keys_of, make_config, unknown_key
 
@@ -27,12 +29,11 @@ KEYS = list(FIELDS)
 # Of keys with the same end, the first is meant: max_completion_length is the rollout's.
 SAME_VALUES = {key.rpartition(".")[2]: key for key in reversed(KEYS)} | {
     "num_train_epochs": "optim.num_epochs",
+    "warmup_ratio": "optim.warmup_steps",
     "importance_sampling_level": "algorithm.importance_level",
     "vllm_importance_sampling_clip_max": "algorithm.sampler_correction_max",
     "vllm_importance_sampling_clip_min": "algorithm.sampler_correction_min",
     "activation_checkpointing": "model.gradient_checkpointing",
-    "logging_steps": "logging.every",
-    "eval_on_start": "eval.before_training",
 }
 """TRL's name of a setting -> the key that takes the same values. Most have the key's name."""
 TRANSLATED = {
@@ -45,12 +46,15 @@ TRANSLATED = {
     "per_device_train_batch_size",
     "gradient_accumulation_steps",
     "steps_per_generation",
+    "generation_batch_size",
     "max_steps",
+    "eval_on_start",
     "eval_strategy",
     "eval_steps",
     "save_strategy",
     "save_steps",
     "save_total_limit",
+    "logging_steps",
     "sync_ref_model",
     "ref_model_sync_steps",
     "ref_model_mixup_alpha",
@@ -70,9 +74,17 @@ OTHER_DEFAULTS = ("num_train_epochs", "lr_scheduler_type", "gradient_checkpointi
 """Settings with another default in TRL, which matter though a script does not set them."""
 ALWAYS_SHOWN = ("algorithm.name", "algorithm.scale", "algorithm.beta", "rollout.prompts_per_step")
 """Keys that are printed even if their value is the default."""
-
 MOVED = "my_functions.py"
-"""File for functions that the script defines. An import of the script would train."""
+"""File for functions that the script defines: worker processes import it."""
+
+
+@dataclass
+class Translation:
+    """What a script becomes."""
+
+    keys: dict[str, Any] = field(default_factory=dict)
+    left: list[str] = field(default_factory=list)
+    """Lines for a person, each about something that no value of a key says."""
 
 
 def plain(value: Any) -> Any:
@@ -96,11 +108,13 @@ def answer(name: str) -> str:
     return re.sub(r"^did you mean '(\S+)'\?", r"\1;", text).removesuffix(";")
 
 
-def algorithm_keys(args: GRPOConfig) -> dict[str, Any]:
-    """Return the keys of the loss and of the advantages."""
+def add_algorithm(found: Translation, args: GRPOConfig) -> None:
+    """Add the keys of the loss and of the advantages."""
+    keys = found.keys
     # TRL takes True and False, too.
-    scale = {"True": "group", "False": "none"}.get(str(args.scale_rewards), args.scale_rewards)
-    keys = {"algorithm.scale": scale, "algorithm.beta": args.beta}
+    scales = {"True": "group", "False": "none"}
+    keys["algorithm.scale"] = scales.get(str(args.scale_rewards), args.scale_rewards)
+    keys["algorithm.beta"] = args.beta
     if args.beta:
         keys["algorithm.unbiased_kl"] = args.use_bias_correction_kl
     if args.loss_type in ("dapo", "bnpo"):
@@ -110,43 +124,84 @@ def algorithm_keys(args: GRPOConfig) -> dict[str, Any]:
     else:
         # The configuration refuses a loss that this project does not have, by its name.
         keys["algorithm.name"] = args.loss_type
-    if args.epsilon_high is not None:
-        # TRL's value for CISPO is the cap itself.
-        keys["algorithm.epsilon_high"] = args.epsilon_high - (args.loss_type == "cispo")
-    return keys
+    if args.loss_type == "bnpo" and args.gradient_accumulation_steps > 1:
+        found.left.append("loss_type='bnpo': token_mean is over an update, bnpo over a micro-batch")
+    if args.mask_truncated_completions and args.loss_type in ("grpo", "sapo"):
+        found.left.append(f"mask_truncated_completions: {answer('mask_truncated_completions')}")
+
+    if args.loss_type != "cispo":
+        if args.epsilon_high is not None:
+            keys["algorithm.epsilon_high"] = args.epsilon_high
+        return
+    # TRL's value is the cap itself.
+    cap = args.epsilon if args.epsilon_high is None else args.epsilon_high
+    if cap >= 1:
+        keys["algorithm.epsilon_high"] = cap - 1
+    else:
+        found.left.append(
+            f"loss_type='cispo': its weights are capped at {cap}, so all are about {cap}; here at "
+            "1 + algorithm.epsilon_high, which is 6 unless it is set"
+        )
 
 
-def counted_keys(args: GRPOConfig) -> dict[str, Any]:
-    """Return the keys that count problems and steps, for one GPU."""
+def add_counts(found: Translation, args: GRPOConfig, given: dict[str, Any]) -> None:
+    """Add the keys that count problems and steps, for one GPU."""
+    keys = found.keys
     # A rollout has at least the completions of one update.
     accumulated = args.gradient_accumulation_steps
     passes = max(args.steps_per_generation, accumulated)
     minibatches = passes / accumulated
     updates = minibatches * args.num_iterations
-    problems = args.per_device_train_batch_size * passes / args.num_generations
-    keys = {"rollout.prompts_per_step": problems, "algorithm.num_minibatches": minibatches}
-    # TRL counts updates, and these keys count rollouts.
+    keys["rollout.prompts_per_step"] = (
+        args.per_device_train_batch_size * passes / args.num_generations
+    )
+    keys["algorithm.num_minibatches"] = minibatches
+
+    def count(key: str, name: str, num_updates: float) -> None:
+        # TRL counts updates, or takes a fraction of them. These keys count rollouts.
+        if num_updates < 1:
+            num_updates *= max(args.max_steps, 0)
+        if num_updates:
+            keys[key] = math.ceil(num_updates / updates)
+        else:
+            found.left.append(f"{name}: {key} is a number of rollouts, not a fraction")
+
     if args.max_steps > 0:
-        keys["optim.max_steps"] = math.ceil(args.max_steps / updates)
-    if plain(args.eval_strategy) == "steps":
-        keys["eval.every"] = math.ceil((args.eval_steps or args.logging_steps) / updates)
-    if plain(args.save_strategy) == "steps" and args.save_steps >= 1:
-        keys["checkpoint.save_steps"] = math.ceil(args.save_steps / updates)
-        keys["checkpoint.keep"] = args.save_total_limit or 1000
+        count("optim.max_steps", "max_steps", args.max_steps)
+    if "logging_steps" in given:
+        count("logging.every", "logging_steps", args.logging_steps)
     if args.sync_ref_model:
-        keys["algorithm.ref_sync_steps"] = math.ceil(args.ref_model_sync_steps / updates)
+        count("algorithm.ref_sync_steps", "ref_model_sync_steps", args.ref_model_sync_steps)
         keys["algorithm.ref_sync_alpha"] = args.ref_model_mixup_alpha
-    return keys
+    strategy = plain(args.eval_strategy)
+    if strategy != "no":
+        keys["eval.before_training"] = args.eval_on_start
+    if strategy == "steps":
+        count("eval.every", "eval_steps", args.eval_steps or args.logging_steps)
+    elif strategy == "epoch":
+        found.left.append("eval_strategy='epoch': eval.every=ROWS / rollout.prompts_per_step")
+    strategy = plain(args.save_strategy)
+    if strategy == "steps":
+        count("checkpoint.save_steps", "save_steps", args.save_steps)
+        keys["checkpoint.keep"] = args.save_total_limit or 1000
+    elif strategy != "no":
+        found.left.append(
+            f"save_strategy={strategy!r}: checkpoint.save_steps=ROWS / rollout.prompts_per_step, "
+            "or checkpoint.keep_best"
+        )
 
 
-def other_keys(args: GRPOConfig, given: dict[str, Any]) -> dict[str, Any]:
-    """Return the other keys whose values have another form in TRL."""
-    keys = {
-        "optim.name": "adamw8bit" if "8bit" in plain(args.optim) else "adamw",
-        "optim.betas": (args.adam_beta1, args.adam_beta2),
-        # 0 switches clipping off in TRL. So does a norm that no gradient has.
-        "optim.max_grad_norm": args.max_grad_norm or 1e9,
-    }
+def add_other_forms(found: Translation, args: GRPOConfig, given: dict[str, Any]) -> None:
+    """Add the other keys whose values have another form in TRL."""
+    keys = found.keys
+    keys["optim.betas"] = (args.adam_beta1, args.adam_beta2)
+    # 0 switches clipping off in TRL. So does a norm that no gradient has.
+    keys["optim.max_grad_norm"] = args.max_grad_norm or 1e9
+    optimizer = plain(args.optim)
+    if re.fullmatch(r"(paged_)?adamw(_bnb|_torch)?_8bit", optimizer):
+        keys["optim.name"] = "adamw8bit"
+    elif not re.fullmatch(r"(paged_)?adamw(_torch)?(_fused|_32bit)?", optimizer):
+        found.left.append(f"optim={optimizer!r}: {answer('optim')}")
     if args.use_vllm:
         keys |= {"rollout.engine": "vllm", "rollout.server": "start"}
     if given.get("bf16") is False:
@@ -157,70 +212,73 @@ def other_keys(args: GRPOConfig, given: dict[str, Any]) -> dict[str, Any]:
         keys["logging.log_completions"] = args.num_completions_to_print
     for dashboard in args.report_to:
         keys[f"logging.{dashboard}"] = "online" if dashboard == "wandb" else True
-    return keys
 
 
-def settings_keys(
-    args: GRPOConfig,
-    given: dict[str, Any],
-) -> tuple[dict[str, Any], list[str]]:
-    """Return the keys of all settings, and a line for each setting that needs a person.
-
-    Args:
-        given: the settings that the script gives.
-    """
-    keys = {}
-    translated = algorithm_keys(args) | counted_keys(args) | other_keys(args, given)
-    for key, value in translated.items():
+def add_settings(found: Translation, args: GRPOConfig, given: dict[str, Any]) -> None:
+    """Add the keys of all settings. ``given`` are those that the script gives."""
+    translated = Translation()
+    add_algorithm(translated, args)
+    add_counts(translated, args, given)
+    add_other_forms(translated, args, given)
+    found.left += translated.left
+    for key, value in translated.keys.items():
         is_default = key in FIELDS and value == FIELDS[key].default
         if key in ALWAYS_SHOWN or not is_default:
-            keys[key] = value
+            found.keys[key] = value
+
     for name in OTHER_DEFAULTS:
-        keys[SAME_VALUES[name]] = getattr(args, name)
-    left = []
+        found.keys[SAME_VALUES[name]] = getattr(args, name)
     for name, value in given.items():
-        if name in TRANSLATED:
+        if value is None or name in TRANSLATED:
             continue
-        key, _, note = answer(name).partition("; ")
         if name not in SAME_VALUES:
-            left.append(f"{name}={plain(value)!r}: {answer(name)}")
+            found.left.append(f"{name}={plain(value)!r}: {answer(name)}")
             continue
-        keys[SAME_VALUES[name]] = value
-        if note:
-            left.append(f"{key}: {note}")
-    return keys, left
+        key = SAME_VALUES[name]
+        found.keys[key] = value
+        _, _, note = answer(name).partition("; ")
+        is_said = name in ("mask_truncated_completions", "warmup_ratio")
+        if note and value != FIELDS[key].default and not is_said:
+            found.left.append(f"{key}: {note}")
 
 
 def set_fields(settings: Any) -> dict[str, Any]:
     """Return the fields of a dataclass that have another value than their default."""
     found = {}
-    for field in fields(settings):
-        value = getattr(settings, field.name)
-        default = field.default
-        if field.default_factory is not MISSING:
-            default = field.default_factory()
-        if field.init and value != default:
-            found[field.name] = value
+    for each in fields(settings):
+        value = getattr(settings, each.name)
+        default = each.default
+        if each.default_factory is not MISSING:
+            default = each.default_factory()
+        if each.init and value != default:
+            found[each.name] = value
     return found
 
 
-def lora_keys(peft_config: Any) -> tuple[dict[str, Any], list[str]]:
-    """Return the keys of a LoraConfig, and a line for each setting that needs a person."""
-    keys = {"lora.rank": peft_config.r, "lora.alpha": peft_config.lora_alpha}
+def add_lora(found: Translation, peft_config: Any, model: str) -> None:
+    """Add the keys of a LoraConfig."""
+    found.keys["lora.rank"] = peft_config.r
+    found.keys["lora.alpha"] = peft_config.lora_alpha
     if peft_config.lora_dropout:
-        keys["model.disable_dropout"] = False
-    left = []
+        found.keys["model.disable_dropout"] = False
+    if peft_config.target_modules is None:
+        # peft chooses by the architecture. The default here is all linear layers.
+        try:
+            architecture = AutoConfig.from_pretrained(model).model_type
+            names = TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING[architecture]
+            found.keys["lora.target_modules"] = names
+        except (OSError, KeyError):
+            found.left.append("lora.target_modules: all linear layers; peft takes some of them")
     for name, value in set_fields(peft_config).items():
         key = answer(f"lora.{name}" if name == "bias" else name)
         if key in FIELDS:
-            keys[key] = value
+            found.keys[key] = value
         elif name not in ("peft_type", "task_type", "peft_version"):
-            left.append(f"LoraConfig {name}={value!r:.60}: {key}")
-    return keys, left
+            found.left.append(f"LoraConfig {name}={value!r:.60}: {key}")
 
 
 def name_of(function: Callable, script: Path) -> str:
-    """Return a function or a class as the configuration names it: worker processes import it."""
+    """Return a function or a class as the configuration names it."""
     file = Path(inspect.getsourcefile(function)).resolve()
     if file == script.resolve():
         return f"{MOVED}:{function.__name__}"
@@ -229,47 +287,50 @@ def name_of(function: Callable, script: Path) -> str:
     return f"{function.__module__}:{function.__name__}"
 
 
-def reward_entries(
+def add_rewards(
+    found: Translation,
     functions: Any,
     weights: list[float] | None,
     script: Path,
-) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return ``reward.functions``, and a line for each reward without a name, or reward model."""
+) -> None:
+    """Add ``reward.functions``."""
     if not isinstance(functions, list):
         functions = [functions]
     entries = []
-    left = []
     for number, function in enumerate(functions):
-        arguments = getattr(function, "keywords", {})  # of functools.partial
-        function = getattr(function, "func", function)
-        if not inspect.isfunction(function):
-            left.append(f"a function in {MOVED} for {function!r:.60}: docs/rewards.md")
-            continue
-        entry = {"name": name_of(function, script)}
-        if arguments:
-            entry["args"] = arguments
+        entry = {}
         if weights:
             entry["weight"] = weights[number]
-        entries.append(entry)
-    return entries, left
+        arguments = getattr(function, "keywords", None)  # of functools.partial
+        if arguments:
+            entry["args"] = arguments
+        function = getattr(function, "func", function)
+        if inspect.isfunction(function) and function.__name__ != "<lambda>":
+            entries.append({"name": name_of(function, script)} | entry)
+        else:
+            # A reward model, an object with __call__, a lambda.
+            name = f"{MOVED}:reward_{number}"
+            entries.append({"name": name} | entry)
+            found.left.append(f"{name}: write a function for {function!r:.60} (docs/rewards.md)")
+    found.keys["reward.functions"] = entries
 
 
-def argument_keys(
+def add_arguments(
+    found: Translation,
     given: dict[str, Any],
     weights: list[float] | None,
     script: Path,
-) -> tuple[dict[str, Any], list[str]]:
-    """Return the keys of GRPOTrainer's arguments, and a line for each that needs a person."""
-    keys = {}
-    left = []
+) -> None:
+    """Add the keys of GRPOTrainer's arguments."""
+    keys = found.keys
+    left = found.left
     for name, value in given.items():
         if value is None:
             continue
         if name == "model":
             keys["model.name_or_path"] = value if isinstance(value, str) else value.name_or_path
         elif name == "reward_funcs":
-            keys["reward.functions"], lines = reward_entries(value, weights, script)
-            left += lines
+            add_rewards(found, value, weights, script)
         elif name == "train_dataset":
             keys["data.dataset"] = "data/train"
             left.append('rows: dataset.save_to_disk("data/train") once, or data.dataset=SOURCE')
@@ -280,9 +341,7 @@ def argument_keys(
             keys["data.eval_dataset"] = "data/eval"
             left.append('rows: eval_dataset.save_to_disk("data/eval")')
         elif name == "peft_config":
-            lora, lines = lora_keys(value)
-            keys |= lora
-            left += lines
+            add_lora(found, value, keys["model.name_or_path"])
         elif name == "tools":
             keys["tools"] = [name_of(tool, script) for tool in value]
         elif name == "environment_factory":
@@ -290,8 +349,10 @@ def argument_keys(
         else:
             left.append(f"{name}: {answer(name)}")
     if MOVED in str(keys):
-        left.append(f"functions: move those of the script into {MOVED}")
-    return keys, left
+        left.append(
+            f"{MOVED}: move the script's functions there; or name the script, if an import of it "
+            "does not train (if __name__ == '__main__')"
+        )
 
 
 def yaml_text(keys: dict[str, Any]) -> str:
@@ -307,10 +368,13 @@ def yaml_text(keys: dict[str, Any]) -> str:
 def main(argv: list[str]) -> None:
     if not argv:
         sys.exit(__doc__)
+    # Imported here, because this takes seconds.
+    from trl import GRPOTrainer
+
     script = Path(argv[0])
     make_args = GRPOConfig.__init__
     parameters = inspect.signature(GRPOTrainer.__init__)
-    names = [field.name for field in fields(GRPOConfig) if field.init]
+    names = [each.name for each in fields(GRPOConfig) if each.init]
     given = {}
 
     def remember(args: GRPOConfig, *positional, **by_name) -> None:
@@ -328,21 +392,21 @@ def main(argv: list[str]) -> None:
                 if name not in changed or known[name] is None:
                     del given[name]
 
-    def show(trainer: GRPOTrainer, *positional, **by_name) -> None:
+    def show(trainer: Any, *positional, **by_name) -> None:
         arguments = parameters.bind(trainer, *positional, **by_name).arguments
         del arguments["self"]
         args = arguments.pop("args", None) or GRPOConfig()
-        keys, left = settings_keys(args, given)
-        more_keys, more_left = argument_keys(arguments, args.reward_weights, script)
-        keys |= more_keys
-        left += more_left
+        found = Translation()
+        add_settings(found, args, given)
+        add_arguments(found, arguments, args.reward_weights, script)
         try:
-            make_config({key: plain(value) for key, value in keys.items()})
+            make_config({key: plain(value) for key, value in found.keys.items()})
         except ConfigError as error:
-            left += str(error).splitlines()
-        print(f"# {script.name} on one GPU. What it does not set has TRL's defaults.")
-        print(yaml_text(keys), end="")
-        for line in left:
+            found.left += str(error).splitlines()
+        print(f"# {script.name} on one GPU, with TRL's defaults of what matters most.")
+        print("# docs/from_trl.md: what behaves differently")
+        print(yaml_text(found.keys), end="")
+        for line in found.left:
             print(f"# TO DO: {line}")
         sys.exit()
 

@@ -80,6 +80,7 @@ args = GRPOConfig(
     report_to=["wandb"],
     reward_weights=[1.0, 0.5],
     warmup_ratio=0.1,
+    overwrite_output_dir=True,
     entropy_coef=0.1,
 )
 GRPOTrainer(
@@ -111,10 +112,11 @@ GRPOTrainer(
         "betas": [0.9, 0.99],
         "max_grad_norm": 1_000_000_000,
         "lr_scheduler_type": "linear",
+        "warmup_steps": 0.1,
         "max_steps": 25,
         "num_epochs": 3,
     }
-    assert values["eval"] == {"every": 5}
+    assert values["eval"] == {"before_training": False, "every": 5}
     assert "checkpoint" not in values
     assert values["logging"] == {"wandb": "online"}
     assert values["lora"] == {
@@ -128,8 +130,8 @@ GRPOTrainer(
         {"name": "my_functions.py:my_reward", "weight": 1.0},
         {"name": "my_functions.py:my_reward", "args": {"limit": 3}, "weight": 0.5},
     ]
-    # A removed name, and one without a counterpart.
-    assert "warmup_ratio=0.1: optim.warmup_steps; a number below 1 is a fraction" in left
+    # A name that TRL has removed, and one without a counterpart.
+    assert "overwrite_output_dir=True: checkpoint.resume=never starts again" in left
     assert any(line.startswith("entropy_coef=0.1: no counterpart") for line in left)
 
 
@@ -152,3 +154,78 @@ if __name__ == "__main__":
     name = "trl.rewards.format_rewards:think_format_reward"
     assert values["reward"]["functions"] == [{"name": name}]
     assert any("luspo" in line for line in left), left
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected", "left"),
+    [
+        ({"optim": "adafactor"}, {"optim.name": None}, "optim='adafactor'"),
+        ({"optim": "lion_8bit"}, {"optim.name": None}, "optim='lion_8bit'"),
+        ({"optim": "paged_adamw_8bit"}, {"optim.name": "adamw8bit"}, None),
+        ({"optim": "adamw_torch"}, {"optim.name": None}, None),
+        ({"loss_type": "cispo"}, {"algorithm.epsilon_high": None}, "capped at 0.2"),
+        ({"loss_type": "cispo", "epsilon_high": 4.0}, {"algorithm.epsilon_high": 3}, None),
+        ({"loss_type": "bnpo"}, {"algorithm.aggregation": "token_mean"}, None),
+        ({"loss_type": "bnpo", "gradient_accumulation_steps": 2}, {}, "over a micro-batch"),
+        ({"loss_type": "vespo"}, {}, "vespo"),
+        ({"eval_steps": 0.1, "max_steps": 100}, {"eval.every": 10}, None),
+        ({"eval_steps": 0.1}, {"eval.every": None}, "eval_steps: eval.every is a number"),
+        ({"save_steps": 0.2, "max_steps": 10}, {"checkpoint.save_steps": 2}, None),
+        ({"save_strategy": "epoch"}, {"checkpoint.save_steps": None}, "save_strategy='epoch'"),
+        ({"eval_strategy": "epoch"}, {"eval.before_training": False}, "eval_strategy='epoch'"),
+        ({"mask_truncated_completions": True, "loss_type": "dr_grpo"}, {}, None),
+        ({"mask_truncated_completions": True, "loss_type": "grpo"}, {}, "the average differs"),
+        ({"generation_batch_size": 32}, {"rollout.prompts_per_step": 4}, None),
+        ({"disable_dropout": True}, {}, None),
+        ({"logging_steps": 4, "num_iterations": 2}, {"logging.every": 2}, None),
+    ],
+)
+def test_no_setting_is_lost_without_a_word(settings, expected, left):
+    """Either a key or a line for a person has it. None: the key is not there."""
+    pytest.importorskip("trl", reason="needs TRL: pip install -e '.[bench]'")
+    from trl import GRPOConfig
+
+    from examples import yaml_from_trl
+
+    if "eval_steps" in settings:
+        settings = settings | {"eval_strategy": "steps"}
+    args = GRPOConfig("runs/x", use_cpu=True, bf16=False, **settings)
+    found = yaml_from_trl.Translation()
+    yaml_from_trl.add_settings(found, args, settings)
+    try:
+        yaml_from_trl.make_config(found.keys)
+    except ValueError as error:
+        found.left.append(str(error))
+    for key, value in expected.items():
+        assert found.keys.get(key) == value
+    if left is None:
+        assert found.left == []
+    else:
+        (line,) = found.left
+        assert left in line
+
+
+def test_lora_and_rewards_of_trl(tmp_path, random_model):
+    """peft chooses two layers of this architecture. A lambda has no name, and keeps its weight."""
+    pytest.importorskip("trl", reason="needs TRL: pip install -e '.[bench]'")
+    from peft import LoraConfig
+
+    from examples import yaml_from_trl
+
+    found = yaml_from_trl.Translation()
+    arguments = {
+        "model": str(random_model),
+        "reward_funcs": [lambda completions: [0.0], "org/reward-model"],
+        "peft_config": LoraConfig(r=4, bias="all"),
+    }
+    yaml_from_trl.add_arguments(found, arguments, [1.0, 0.2], tmp_path / "train.py")
+    assert found.keys["lora.target_modules"] == ["q_proj", "v_proj"]
+    assert found.keys["reward.functions"] == [
+        {"name": "my_functions.py:reward_0", "weight": 1.0},
+        {"name": "my_functions.py:reward_1", "weight": 0.2},
+    ]
+    assert "LoraConfig bias='all': no counterpart; biases are not trained" in found.left
+    assert sum("write a function for" in line for line in found.left) == 2
+    found = yaml_from_trl.Translation()
+    yaml_from_trl.add_lora(found, LoraConfig(r=4), str(tmp_path / "missing"))
+    assert found.left == ["lora.target_modules: all linear layers; peft takes some of them"]
