@@ -10,8 +10,6 @@ from torch import Tensor
 
 PREFIX = "own/"
 """Begins the names of metrics that a user's loss or advantages return."""
-SHAPES = ("_B", "_BT", "_PG", "_PGF")
-"""Ends of the names of tensors."""
 
 
 def named_arguments(function: Callable) -> set[str]:
@@ -62,7 +60,9 @@ def call_own(
             keywords[name] = known[name]
         # A misspelt name with a default would switch a part of the function off without a word.
         # Only the trainer's tensors have their shape in their name.
-        elif parameters[name].kind != inspect.Parameter.KEYWORD_ONLY or name.endswith(SHAPES):
+        elif parameters[name].kind != inspect.Parameter.KEYWORD_ONLY or name.endswith(
+            ("_B", "_BT", "_PG", "_PGF")
+        ):
             raise ValueError(
                 f"there is no argument {name!r}: a function may ask for {', '.join(known)}; "
                 "parameters of its own stand after *, and do not end in a shape such as _BT"

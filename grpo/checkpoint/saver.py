@@ -177,7 +177,7 @@ class Saver:
         if self.is_collective or self.progress.mid_update:
             return (
                 f"step {step} cannot be saved by one rank or amid an update; "
-                f"checkpoint-{self.saved_step}: {how}"
+                f"the newest that is saved is step {self.saved_step}: {how}"
             )
         self._write(None)
         return f"saved checkpoint-{step}: {how}"

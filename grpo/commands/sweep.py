@@ -218,7 +218,8 @@ def variant_names(variants: Sequence[Sequence[str]]) -> list[str]:
         text = ",".join(map(mask_secrets, changes)) or "base"
         # The folder of a function's file would fill the row: mine/loss.py:f is loss.py:f.
         text = re.sub(r"[\w./-]+/(?=\w+\.py:)", "", text)
-        without_sections = re.sub(r"(?<![\w.])\w+\.(?=[\w.]+=)", "", text)
+        # Sections are left out, also as mappings: `algorithm={beta: 0}`.
+        without_sections = re.sub(r"(?<![\w.])\w+\.(?=[\w.]+=)|\w+[=:] *\{", "", text)
         name = re.sub(r"[^\w.,=+-]+", "_", without_sections, flags=re.ASCII)[:100].strip("_")
         # Two variants may differ only in characters that are replaced or cut off above.
         if name in names:

@@ -70,7 +70,7 @@ def load_config(
             raise ConfigError(
                 f"argument {override!r} is not understood: "
                 "use section.key=value, --config FILE, --debug or --help; "
-                + unknown_key(key, list(keys_of(Config)))
+                + unknown_key(key, list(keys_of(Config))).removeprefix(f"unknown key {key!r}; ")
             )
         value = _parse_value(key, text)
         changes.append({key: value})

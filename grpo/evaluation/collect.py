@@ -174,11 +174,10 @@ def evaluate(
     evaluation = Evaluation(problem_results, estimate_metrics(all_greedy, all_samples))
     # A completion without a score counts as wrong. If no completion has a score, the reward is
     # broken, and an accuracy of 0 would be taken for a result of the model.
-    num_unscored = evaluation.num_unscored
-    if num_unscored == len(evaluation.completions):
+    if evaluation.num_unscored == len(evaluation.completions):
         raise UserError(
             "the reward that decides what is correct could score none of "
-            f"{num_unscored} completions of an evaluation: eval.correctness names another, and "
-            "data.eval_split=none leaves evaluations out"
+            f"{evaluation.num_unscored} completions of an evaluation: eval.correctness names "
+            "another, and data.eval_split=none leaves evaluations out"
         )
     return evaluation

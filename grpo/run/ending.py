@@ -86,8 +86,9 @@ def _rescue_and_report(run: Run, failure: BaseException, ends_process: bool) -> 
     place = f"in phase {run.world.phase!r}"
     # A note on the failure, because Python prints it with the traceback.
     if not ends_process:
-        outcome = saved or "nothing new to save"
-        failure.add_note(f"grpo.train: {place} of step {run.progress.step + 1}; {outcome}")
+        failure.add_note(
+            f"grpo.train: {place} of step {run.progress.step + 1}; {saved or 'nothing new to save'}"
+        )
         return
 
     # Only the rank that failed prints the error.

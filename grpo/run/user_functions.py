@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -229,6 +230,13 @@ def _try_objective(function: UserObjective, step: int) -> None:
         raise ValueError("the loss has no gradient")
     if not (loss.isfinite() and gradient_BT.isfinite().all()):
         raise ValueError(f"the loss ({loss:g}) or its gradient is not finite")
+    # The token is less likely than when it was sampled, and than under the reference.
+    if gradient_BT[0, 1] > 0:
+        warnings.warn(
+            "the loss lowers the probability of a token with a positive advantage and a ratio "
+            "below 1: is its sign right?",
+            stacklevel=2,
+        )
     other_losses = {
         "the other rows": sum(loss_of(slice(b, b + 1)) for b in range(3)),
         "the number of padding columns": loss_of(all_rows, num_padding=2),
@@ -239,6 +247,6 @@ def _try_objective(function: UserObjective, step: int) -> None:
         is_same_gradient = torch.allclose(gradient_BT, other_gradient_BT, atol=1e-6)
         if not is_same_loss or not is_same_gradient:
             raise ValueError(
-                f"the loss of a row or its gradient depends on {others}, and so the update on how "
-                "the batch is cut"
+                f"the loss of a row or its gradient depends on {others} (or on chance), and so the "
+                "update on how the batch is cut"
             )

@@ -56,8 +56,7 @@ def console_line(metrics: dict[str, Any], max_steps: int) -> str:
 def _place(step: int, max_steps: int) -> str:
     """Return the step and the number of steps, such as ``50/150``. The width is the same for every
     step, so that the columns of successive lines are aligned."""
-    digits = len(str(max_steps))
-    return f"{step:>{digits}}/{max_steps}"
+    return f"{step:>{len(str(max_steps))}}/{max_steps}"
 
 
 def evaluation_line(metrics: dict[str, Any], max_steps: int) -> str:

@@ -3,6 +3,7 @@ each problem (``docs/metrics.md``)."""
 
 import math
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -35,8 +36,8 @@ class HintRule:
     """The hint holds if the mean is below this limit. Default: no limit."""
     min_steps: int = 1
     """Number of steps before which the hint does not hold."""
-    unless: str = ""
-    """Name of a rule before this one, whose hint explains the metric too."""
+    unless: Collection[str] = ()
+    """Names of rules before this one, whose hints explain the metric too."""
 
 
 FILE = Path(__file__).with_name("hints.yaml")
@@ -75,7 +76,7 @@ class Hints:
         were given before are included."""
         hints = {}
         for rule in HINT_RULES:
-            if len(self._steps) < rule.min_steps or rule.unless in hints:
+            if len(self._steps) < rule.min_steps or hints.keys() & rule.unless:
                 continue
             metric = rule.metric
             values = [step[metric] for step in self._steps if is_computed(step.get(metric))]

@@ -105,8 +105,10 @@ class TurnFormat:
                     'is <tool_call>{"name": .., "arguments": {..}}</tool_call>'
                 )
         elif schemas:
-            note = "note: the chat template does not show the tools: "
-            return [note + "data.system_prompt or data.few_shot alone can"]
+            return [
+                "note: the chat template does not show the tools: data.system_prompt or "
+                "data.few_shot must, if yours do not yet"
+            ]
         return []
 
     def _find_reader(self, schemas: Schemas) -> bool:

@@ -52,6 +52,8 @@ def test_names_are_short_readable_unique_and_hold_no_secret():
     assert variant_names([["algorithm.objective=mine/loss.py:leash"]]) == [
         "objective=loss.py_leash"
     ]
+    section = "algorithm={objective: mine/loss.py:leash, own_args: {objective: {radius: 0.1}}}"
+    assert variant_names([[section]]) == ["objective_loss.py_leash,_radius_0.1"]
 
 
 def test_variants_are_all_combinations_or_each_value_alone(tmp_path):

@@ -2,6 +2,7 @@
 file, the example."""
 
 import math
+import warnings
 
 import pytest
 import torch
@@ -96,7 +97,7 @@ constant = 3
         (
             "objective",
             "per_width",
-            "depends on the number of padding columns, and so the update on how the batch is cut",
+            r"depends on the number of padding columns \(or on chance\), and so the update on how",
         ),
         ("objective", "gradient_of_the_mean", "its gradient depends on the other rows"),
         ("objective", "fades_in", "its gradient depends on the other rows"),
@@ -120,6 +121,18 @@ def test_a_mistake_is_one_line_before_the_run_starts(tmp_path, key, name, messag
     text = str(caught.value)
     assert text.startswith((f"algorithm.{key}={file}:{name}", f"algorithm.{key} '{file}:{name}'"))
     assert "\n" not in text
+
+
+def test_a_loss_with_the_wrong_sign_is_told(tmp_path):
+    """A positive advantage pushes its token down. The built-in loss, written again, is not told."""
+    file = tmp_path / "mine.py"
+    file.write_text(f"{FILE}\ndef wrong_sign(ratio_BT, A_B1):\n    return ratio_BT * A_B1\n")
+    with pytest.warns(UserWarning, match="is its sign right"):
+        load_user_functions(make_config({"algorithm.objective": f"{file}:wrong_sign"}))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for name in ("clip", "clip_and_kl", "likelihood"):
+            load_user_functions(make_config({"algorithm.objective": f"{file}:{name}"}))
 
 
 def test_advantages_without_a_file_are_refused():

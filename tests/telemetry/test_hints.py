@@ -64,6 +64,14 @@ def test_equal_rewards_explain_that_nothing_moves():
     assert list(hints.verdict()) == ["equal rewards"]
 
 
+def test_failing_tools_explain_equal_rewards():
+    hints = Hints()
+    failing = {"tools/failure_frequency": 1.0, "frac_reward_zero_std": 1.0, "kl": 0.0}
+    for _ in range(12):
+        hints.update(HEALTHY | failing)
+    assert list(hints.verdict()) == ["failing tools"]
+
+
 @pytest.mark.parametrize("value", [0.01, None, NAN])
 def test_a_healthy_run_and_what_was_not_computed_give_no_hint(value):
     assert given("kl", [value] * 50) == []
