@@ -213,7 +213,7 @@ def read_config_file(name: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the values of a YAML file. A ``ConfigError`` names the file and the mistake in it."""
     file = Path(name).expanduser()
     if file.is_dir() or not file.exists():
-        raise ConfigError(f"{name} is no YAML file (model.name_or_path names the model)")
+        raise ConfigError(f"there is no file {name} (a model is named by model.name_or_path)")
     text = file.read_text(encoding="utf-8")
     values = read_yaml(text, str(name)) or {}
     if not isinstance(values, dict):

@@ -23,7 +23,7 @@ from typing_extensions import TypedDict
 
 from grpo.config.secrets import names_a_secret
 
-Folder = Annotated[str, AfterValidator(os.path.expanduser)]
+Folder = Annotated[str, Field(min_length=1), AfterValidator(os.path.expanduser)]
 """Path in which ``~`` stands for the home folder. The shell replaces ``~`` only at the start of a
 word, not after ``=``."""
 Fraction = Annotated[float, Field(ge=0, le=1)]

@@ -7,10 +7,11 @@ number of ranks.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from grpo.algorithm.batch import Group, Problem
+from grpo.algorithm.batch import Problem
 from grpo.config import Config
 from grpo.distributed import World
-from grpo.evaluation.estimate import CompletionResult, Estimate, ResultsByProblem, estimate_metrics
+from grpo.evaluation.estimate import CompletionResult, Estimate, estimate_metrics
+from grpo.evaluation.grading import Grader
 from grpo.model import check_context
 from grpo.rollout import Engine, SamplingParams
 from grpo.system import UserError, signs_of_life
@@ -99,7 +100,7 @@ def check_eval_context(config: Config, path: str, problems: Sequence[Problem]) -
 def evaluate(
     engine: Engine,
     problems: Sequence[Problem],
-    grade: Callable[[Sequence[Group]], ResultsByProblem],
+    grade: Grader,
     world: World,
     sampling: SamplingParams,
     *,
@@ -114,7 +115,7 @@ def evaluate(
 
     Args:
         problems: all problems, the same on every rank.
-        grade: returns the results of the completions of each group, such as a ``Grader``.
+        grade: returns the results of the completions of each group.
         on_problems: called with the number of problems after each call of the sampler, for progress
             bars.
 
@@ -177,7 +178,7 @@ def evaluate(
     if evaluation.num_unscored == len(evaluation.completions):
         raise UserError(
             "the reward that decides what is correct could score none of "
-            f"{evaluation.num_unscored} completions of an evaluation: eval.correctness names "
-            "another, and data.eval_split=none leaves evaluations out"
+            f"{evaluation.num_unscored} completions of an evaluation (errors: {grade.errors}). "
+            "Without an error: eval.correctness names another reward"
         )
     return evaluation

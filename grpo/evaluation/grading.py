@@ -36,6 +36,8 @@ class Grader:
         names = rewards.names
         checkers = [name for name in names if name in ANSWER_CHECKERS]
         self.rewards = rewards
+        self.errors = {}
+        """Function name -> the error of the first completion of the last call that failed."""
         self.trainer_state = trainer_state
         self.correct_above = config.correct_above
         self.correctness = config.correctness or (checkers or names)[0]
@@ -53,6 +55,7 @@ class Grader:
         """Return the results of the completions of each group."""
         # All groups are scored at once: rewards run in parallel over the completions of one call.
         scored = score_groups(self.rewards, groups, self.trainer_state)
+        self.errors |= scored.first_errors
         rows = iter(scored.values)
         return [
             [self._grade(group.problem, completion, next(rows)) for completion in group.completions]

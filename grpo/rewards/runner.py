@@ -101,9 +101,9 @@ class RewardResult:
         The text is the reason of the failure, or empty if the environment works. Completions of
         failed environments are not scored.
         """
-        self.first_traceback = {}
-        """Function name -> the failure of the first row that failed: a traceback, or a sentence if
-        the call timed out or its process died."""
+        self.first_errors = {}
+        """Function name -> the error of the first row that failed: the last line of the traceback,
+        or a sentence if the call timed out or its process died."""
         self.metrics = {}
         """Name of a metric -> ``(sum, count)`` of the values passed to ``log_metric``. As in TRL,
         several functions may log the same metric."""
@@ -258,7 +258,8 @@ class RewardRunner(contextlib.AbstractContextManager):
                 raise ValueError(
                     f"{what} needs the column(s) {', '.join(missing)}; "
                     f"{source} have {', '.join(sorted(columns)) or 'none'} "
-                    "(data.answer_column makes another column the answer)"
+                    "(data.answer_column makes another column the answer; the trainer's own "
+                    "arguments are prompts, completions and so on: docs/rewards.md)"
                 )
 
     @property
@@ -497,7 +498,7 @@ class RewardRunner(contextlib.AbstractContextManager):
             (row,) = call.rows
             trace = answer.trace or answer.message
             result.failures[number] = len(failed_rows)
-            result.first_traceback[name] = trace
+            result.first_errors[name] = trace.rstrip().rpartition("\n")[2]
             text = (
                 f"failed on {len(failed_rows)} of {len(result.values)} completions (logged once "
                 f"per run); first for prompt {scoring.inputs['prompts'][row]!r:.200}:\n{trace}"

@@ -52,8 +52,9 @@ def run_to_completion(run: Run, train: Callable[[Run], None], *, ends_process: b
         raise
 
     if code:
-        place = f"step {run.progress.step} of {run.max_steps}"
-        run.log.reporter.print(f"stopped at {place}: {how_to_continue(run.config)}")
+        run.log.reporter.print(
+            f"stopped at step {run.progress.step} of {run.max_steps}: {how_to_continue(run.config)}"
+        )
     run.close()
     return code
 

@@ -294,10 +294,9 @@ def _read_inputs(
     if evaluation is not None:
         eval_metrics = metric_names(config.eval.num_sampled, rewards.names)
     if best_metric and best_metric not in eval_metrics:
-        remedy = ", ".join(eval_metrics) or "set data.eval_split"
         raise ConfigError(
             f"checkpoint.keep_best={best_metric} is no metric of an evaluation of this run: "
-            f"{remedy}"
+            f"{', '.join(eval_metrics) or 'set data.eval_split'}"
         )
 
     # There is no reporter yet, because it needs the output folder.

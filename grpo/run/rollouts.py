@@ -169,9 +169,8 @@ def add_outcome(
         raise UserError(f"{what}, first with {first_failures[0]}")
     for name, count in zip(result.names, num_failed, strict=True):
         if num_scored and count == num_scored:
-            # The runner has printed the whole traceback. Its last line names the error.
-            trace = result.first_traceback.get(name, "")
-            error = trace.rstrip().rpartition("\n")[2] or "timeout"
+            # The runner has printed the whole traceback.
+            error = result.first_errors.get(name, "on another rank")
             what = f"reward {name!r} failed on all {count} completions of this step"
             raise UserError(
                 f"{what}: {error} (docs/rewards.md; for chats, completions are messages)"

@@ -97,13 +97,12 @@ def data_line(
     """Return a line with the numbers of training problems, evaluation problems and excluded
     problems."""
     # A long prompt is excluded and never cut, since the cut would make another problem of it.
-    num_excluded = train.num_too_long + train.num_empty
-    num_eval_excluded = evaluation.num_too_long + evaluation.num_empty
     return (
         f"data      {data.dataset}: {len(train.problems)} problems to train on, "
         f"{train.num_without_answer} of them with an empty answer; {num_evaluated} to evaluate on; "
-        f"left out, as empty or longer than {data.max_prompt_length} tokens: {num_excluded} and "
-        f"{num_eval_excluded}"
+        f"left out, as empty or longer than {data.max_prompt_length} tokens: "
+        f"{train.num_too_long + train.num_empty} and "
+        f"{evaluation.num_too_long + evaluation.num_empty}"
     )
 
 

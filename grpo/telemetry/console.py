@@ -100,20 +100,22 @@ def evaluation_text(
 def is_rate(name: str) -> bool:
     """True if an evaluation metric is a fraction of problems or completions, False if it is a
     reward or a length."""
-    is_length = name.endswith("mean_length")
-    return not is_length and not name.startswith(EVAL_REWARDS_PREFIX)
+    return not name.endswith("mean_length") and not name.startswith(EVAL_REWARDS_PREFIX)
 
 
 def _console_names(metrics: dict[str, Any]) -> list[str]:
     """Return the names of an evaluation's metrics that the console shows.
 
-    The console shows only the accuracy of greedy decoding, and pass@k only for the largest k.
+    The console shows only the accuracy of greedy decoding, and pass@k only for the largest k. A
+    form (tags, a number at the end) that no completion has is left out where completions are right
+    without it: the task asks for none.
     """
     names = {}
     for name in metrics:
-        is_greedy = name.startswith("eval/greedy_")
-        is_hidden = is_greedy and name != "eval/greedy_accuracy"
-        if name.startswith("eval/") and not is_hidden:
+        is_hidden = name.startswith("eval/greedy_") and name != "eval/greedy_accuracy"
+        is_form = name in ("eval/format", "eval/lenient_accuracy")
+        is_unasked = is_form and metrics["eval/greedy_accuracy"] and not metrics[name] > 0
+        if name.startswith("eval/") and not is_hidden and not is_unasked:
             # All pass@k have the same key here. A larger k comes later, and replaces the others.
             kind, at, _ = name.partition("pass@")
             names[kind + at] = name

@@ -78,8 +78,8 @@ class Hints:
         for rule in HINT_RULES:
             if len(self._steps) < rule.min_steps or hints.keys() & rule.unless:
                 continue
-            metric = rule.metric
-            values = [step[metric] for step in self._steps if is_computed(step.get(metric))]
+            values = [step.get(rule.metric) for step in self._steps]
+            values = list(filter(is_computed, values))
             # A metric that was never computed gives no hint: NaN is neither above nor below.
             mean = fmean(values) if values else math.nan
             if mean > rule.above or mean < rule.below:

@@ -288,8 +288,10 @@ MISTAKES = r"""
     optim.betas=[0.9, 1] -> optim.betas.1=1
     data.few_shot=[{prompt: a}] -> data.few_shot.0.completion=
     data.few_shot=[{ -> data.few_shot=: not valid YAML
-    --config & nowhere.yaml -> nowhere.yaml
-    --seed -> '--seed' is not understood: use section.key=value
+    --config & nowhere.yaml -> there is no file nowhere.yaml
+    output_dir= -> output_dir='': string should have at least 1 character
+    checkpoint.keep_last=1 -> did you mean 'checkpoint.keep'?
+    --seed -> '--seed' is not understood: use section.key=value, --config FILE, --debug or --help; did you mean 'seed'?
     --learning_rate=1 -> unknown key 'learning_rate'; did you mean 'optim.learning_rate'?
     rollout.num_generations=1 -> num_generations >= 2, or algorithm.baseline=none
     reward.functions=[] -> give at least 1

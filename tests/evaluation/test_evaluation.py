@@ -235,7 +235,8 @@ class Rewards:
 
     def score(self, prompts, completions, **_):
         columns = [c if isinstance(c, list) else [c] * len(completions) for c in self.columns]
-        return SimpleNamespace(values=[list(row) for row in zip(*columns, strict=True)])
+        values = [list(row) for row in zip(*columns, strict=True)]
+        return SimpleNamespace(values=values, first_errors={})
 
 
 def graded(rewards, *texts, config=None, **columns):

@@ -182,7 +182,7 @@ def test_one_bad_row_costs_one_reward(run, word, caplog):
     assert column(result) == [1.0, None, 1.0, 1.0]
     assert result.failures == [1]
     expected = {"raise": "a bad row", "exit": "SystemExit", "segfault": "signal 11"}[word]
-    assert expected in result.first_traceback["moody"]
+    assert expected in result.first_errors["moody"]
     assert expected in caplog.text
     assert "first for prompt '" in caplog.text
 
@@ -234,7 +234,7 @@ def test_a_hanging_row_is_killed(run):
     result = run("moody", ["ok", "spin", "ok"], timeout_s=0.5)
     assert column(result) == [1.0, None, 1.0]
     assert result.failures == [1]
-    assert "did not answer within 0.5 s" in result.first_traceback["moody"]
+    assert "did not answer within 0.5 s" in result.first_errors["moody"]
     assert time.perf_counter() - start < 60, "without the limit it never ends"
 
 

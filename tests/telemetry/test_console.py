@@ -6,7 +6,7 @@ import re
 import pytest
 from conftest import run_trainer, small_run
 
-from grpo.telemetry.console import console_line, evaluation_table
+from grpo.telemetry.console import console_line, evaluation_line, evaluation_table
 
 
 @pytest.mark.slow
@@ -61,3 +61,23 @@ def test_the_table_of_evaluations_shows_what_was_computed():
         ["rewards/a", "-", "-"],
     ]
     assert evaluation_table(None, after).splitlines()[1].split()[2:] == ["-", "50.0%"]
+
+
+@pytest.mark.parametrize(
+    ("accuracy", "format_rate", "lenient", "shown"),
+    [
+        (0.5, 0.0, 0.0, []),  # right without tags and numbers
+        (0.5, 0.0, float("nan"), []),
+        (0.0, 0.0, 0.0, ["format 0.0%", "lenient accuracy 0.0%"]),
+        (0.5, 0.25, 0.5, ["format 25.0%", "lenient accuracy 50.0%"]),
+    ],
+)
+def test_a_form_that_nobody_asks_for_is_not_shown(accuracy, format_rate, lenient, shown):
+    metrics = {
+        "step": 3,
+        "eval/greedy_accuracy": accuracy,
+        "eval/format": format_rate,
+        "eval/lenient_accuracy": lenient,
+    }
+    parts = evaluation_line(metrics, 9).split("  ")
+    assert parts == ["eval 3/9", f"greedy accuracy {accuracy:.1%}", *shown]
