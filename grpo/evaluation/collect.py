@@ -120,7 +120,8 @@ def evaluate(
             bars.
 
     Raises:
-        UserError: on all ranks, if the reward that decides what is correct scored no completion.
+        UserError: on all ranks, before the first step or outside of training, if the reward that
+            decides what is correct scored no completion.
     """
     # Filters have no meaning in greedy decoding, so they are switched off.
     greedy_sampling = replace(
@@ -174,8 +175,10 @@ def evaluate(
     all_samples = [result.samples for result in problem_results]
     evaluation = Evaluation(problem_results, estimate_metrics(all_greedy, all_samples))
     # A completion without a score counts as wrong. If no completion has a score, the reward is
-    # broken, and an accuracy of 0 would be taken for a result of the model.
-    if evaluation.num_unscored == len(evaluation.completions):
+    # broken, and an accuracy of 0 would be taken for a result of the model. Once steps were made,
+    # the reward has worked: a run goes on, with a warning.
+    is_unscored = evaluation.num_unscored == len(evaluation.completions)
+    if is_unscored and not grade.trainer_state.global_step:
         raise UserError(
             "the reward that decides what is correct could score none of "
             f"{evaluation.num_unscored} completions of an evaluation (errors: {grade.errors}). "

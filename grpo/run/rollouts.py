@@ -170,8 +170,8 @@ def add_outcome(
     for name, count in zip(result.names, num_failed, strict=True):
         if num_scored and count == num_scored:
             # The runner has printed the whole traceback.
-            error = result.first_errors.get(name, "on another rank")
             what = f"reward {name!r} failed on all {count} completions of this step"
             raise UserError(
-                f"{what}: {error} (docs/rewards.md; for chats, completions are messages)"
+                f"{what}: {result.first_errors.get(name, 'on another rank')} "
+                "(docs/rewards.md; for chats, completions are messages)"
             )
