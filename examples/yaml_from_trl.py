@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 import yaml
-from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
 from transformers import AutoConfig
 from trl import GRPOConfig
 
@@ -80,11 +79,11 @@ MOVED = "my_functions.py"
 
 @dataclass
 class Translation:
-    """What a script becomes."""
+    """The configuration of a script, and what is left for a person to do."""
 
     keys: dict[str, Any] = field(default_factory=dict)
     left: list[str] = field(default_factory=list)
-    """Lines for a person, each about something that no value of a key says."""
+    """A line for each part of the script that no value of a key says."""
 
 
 def plain(value: Any) -> Any:
@@ -156,15 +155,26 @@ def add_counts(found: Translation, args: GRPOConfig, given: dict[str, Any]) -> N
         args.per_device_train_batch_size * passes / args.num_generations
     )
     keys["algorithm.num_minibatches"] = minibatches
+    if args.steps_per_generation < accumulated and args.num_iterations > 1:
+        found.left.append(
+            "steps_per_generation below gradient_accumulation_steps: with several iterations TRL's "
+            "update has the same completions more than once; here it has more of them"
+        )
 
     def count(key: str, name: str, num_updates: float) -> None:
         # TRL counts updates, or takes a fraction of them. These keys count rollouts.
         if num_updates < 1:
-            num_updates *= max(args.max_steps, 0)
-        if num_updates:
-            keys[key] = math.ceil(num_updates / updates)
-        else:
+            num_updates = math.ceil(num_updates * max(args.max_steps, 0))
+        if not num_updates:
             found.left.append(f"{name}: {key} is a number of rollouts, not a fraction")
+            return
+        rollouts = math.ceil(num_updates / updates)
+        keys[key] = rollouts
+        if num_updates % updates and key != "logging.every":
+            found.left.append(
+                f"{name}: {num_updates:g} updates are no whole number of rollouts; {rollouts} "
+                f"rollouts are {rollouts * updates:g} updates"
+            )
 
     if args.max_steps > 0:
         count("optim.max_steps", "max_steps", args.max_steps)
@@ -235,6 +245,8 @@ def add_settings(found: Translation, args: GRPOConfig, given: dict[str, Any]) ->
             found.left.append(f"{name}={plain(value)!r}: {answer(name)}")
             continue
         key = SAME_VALUES[name]
+        # A name that TRL has removed is no attribute.
+        value = getattr(args, name, value)
         found.keys[key] = value
         _, _, note = answer(name).partition("; ")
         is_said = name in ("mask_truncated_completions", "warmup_ratio")
@@ -263,6 +275,8 @@ def add_lora(found: Translation, peft_config: Any, model: str) -> None:
         found.keys["model.disable_dropout"] = False
     if peft_config.target_modules is None:
         # peft chooses by the architecture. The default here is all linear layers.
+        from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+
         try:
             architecture = AutoConfig.from_pretrained(model).model_type
             names = TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING[architecture]
@@ -318,7 +332,7 @@ def add_rewards(
 def add_arguments(
     found: Translation,
     given: dict[str, Any],
-    weights: list[float] | None,
+    args: GRPOConfig,
     script: Path,
 ) -> None:
     """Add the keys of GRPOTrainer's arguments."""
@@ -330,13 +344,15 @@ def add_arguments(
         if name == "model":
             keys["model.name_or_path"] = value if isinstance(value, str) else value.name_or_path
         elif name == "reward_funcs":
-            add_rewards(found, value, weights, script)
+            add_rewards(found, value, args.reward_weights, script)
         elif name == "train_dataset":
             keys["data.dataset"] = "data/train"
             left.append('rows: dataset.save_to_disk("data/train") once, or data.dataset=SOURCE')
             # TRL gives text to the model as it is, without a chat template.
             if isinstance(next(iter(value)).get("prompt"), str):
                 keys["data.prompt_template"] = "{prompt}"
+        elif name == "eval_dataset" and plain(args.eval_strategy) == "no":
+            left.append("eval_dataset: eval_strategy='no' never evaluates; data.eval_dataset would")
         elif name == "eval_dataset":
             keys["data.eval_dataset"] = "data/eval"
             left.append('rows: eval_dataset.save_to_disk("data/eval")')
@@ -375,7 +391,6 @@ def main(argv: list[str]) -> None:
     make_args = GRPOConfig.__init__
     parameters = inspect.signature(GRPOTrainer.__init__)
     names = [each.name for each in fields(GRPOConfig) if each.init]
-    given = {}
 
     def remember(args: GRPOConfig, *positional, **by_name) -> None:
         settings = dict(zip(names, positional, strict=False)) | by_name
@@ -384,21 +399,25 @@ def main(argv: list[str]) -> None:
         # Without a GPU, TRL refuses bf16, its default.
         on_cpu = {} if torch.cuda.is_available() else {"use_cpu": True, "bf16": False}
         make_args(args, **known | on_cpu)
-        given.update(settings)
         # A parser of command lines gives all settings.
         if len(known) == len(names):
             changed = set_fields(args)
-            for name in names:
-                if name not in changed or known[name] is None:
-                    del given[name]
+            settings = {name: value for name, value in settings.items() if name in changed}
+        args.given_settings = settings
+        args.first_values = {name: getattr(args, name) for name in names}
 
     def show(trainer: Any, *positional, **by_name) -> None:
         arguments = parameters.bind(trainer, *positional, **by_name).arguments
         del arguments["self"]
         args = arguments.pop("args", None) or GRPOConfig()
+        # A script may change settings after it has made them.
+        given = dict(args.given_settings)
+        for name, value in args.first_values.items():
+            if getattr(args, name) != value:
+                given[name] = getattr(args, name)
         found = Translation()
         add_settings(found, args, given)
-        add_arguments(found, arguments, args.reward_weights, script)
+        add_arguments(found, arguments, args, script)
         try:
             make_config({key: plain(value) for key, value in found.keys.items()})
         except ConfigError as error:

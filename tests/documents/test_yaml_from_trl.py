@@ -143,12 +143,16 @@ from trl.rewards import think_format_reward
 
 if __name__ == "__main__":
     _, args, model = TrlParser((ScriptArguments, GRPOConfig, ModelConfig)).parse_args_and_config()
+    args.temperature = 0.7
+    GRPOConfig("runs/another", top_p=0.5)
     texts = Dataset.from_list([{"prompt": "1 + 1 ="}])
     GRPOTrainer(model.model_name_or_path, think_format_reward, args, texts)
 """
     command_line = ["--model_name_or_path=FOLDER", "--learning_rate=1e-5", "--loss_type=luspo"]
     values, left = translated(tmp_path, script, *command_line)
     assert values["optim"]["learning_rate"] == 1e-5
+    # Changed after the parser, and of another configuration.
+    assert values["rollout"]["temperature"] == 0.7 and "top_p" not in values["rollout"]
     assert values["model"] == {"name_or_path": "FOLDER", "gradient_checkpointing": True}
     assert values["data"] == {"dataset": "data/train", "prompt_template": "{prompt}"}
     name = "trl.rewards.format_rewards:think_format_reward"
@@ -178,6 +182,17 @@ if __name__ == "__main__":
         ({"generation_batch_size": 32}, {"rollout.prompts_per_step": 4}, None),
         ({"disable_dropout": True}, {}, None),
         ({"logging_steps": 4, "num_iterations": 2}, {"logging.every": 2}, None),
+        ({"logging_steps": 1, "num_iterations": 2}, {"logging.every": None}, None),  # the default
+        (
+            {"max_steps": 10, "num_iterations": 4},
+            {"optim.max_steps": 3},
+            "10 updates are no whole number of rollouts; 3 rollouts are 12 updates",
+        ),
+        (
+            {"steps_per_generation": 4, "gradient_accumulation_steps": 8, "num_iterations": 2},
+            {},
+            "the same completions more than once",
+        ),
     ],
 )
 def test_no_setting_is_lost_without_a_word(settings, expected, left):
@@ -209,16 +224,20 @@ def test_lora_and_rewards_of_trl(tmp_path, random_model):
     """peft chooses two layers of this architecture. A lambda has no name, and keeps its weight."""
     pytest.importorskip("trl", reason="needs TRL: pip install -e '.[bench]'")
     from peft import LoraConfig
+    from trl import GRPOConfig
 
     from examples import yaml_from_trl
 
+    args = GRPOConfig("runs/x", use_cpu=True, bf16=False, reward_weights=[1.0, 0.2])
     found = yaml_from_trl.Translation()
     arguments = {
+        "eval_dataset": [],
         "model": str(random_model),
         "reward_funcs": [lambda completions: [0.0], "org/reward-model"],
         "peft_config": LoraConfig(r=4, bias="all"),
     }
-    yaml_from_trl.add_arguments(found, arguments, [1.0, 0.2], tmp_path / "train.py")
+    yaml_from_trl.add_arguments(found, arguments, args, tmp_path / "train.py")
+    assert "data.eval_dataset" not in found.keys
     assert found.keys["lora.target_modules"] == ["q_proj", "v_proj"]
     assert found.keys["reward.functions"] == [
         {"name": "my_functions.py:reward_0", "weight": 1.0},
