@@ -1,10 +1,11 @@
-"""Print the YAML file of a TRL script: python examples/yaml_from_trl.py SCRIPT.py [ITS ARGUMENTS]
+"""Print the YAML file of a TRL script.
 
 The script runs, in an environment with TRL, until it makes its GRPOTrainer. There it ends: nothing
 is trained. What a person has to do follows as comments. docs/from_trl.md says what behaves
 differently.
 """
 
+import argparse
 import inspect
 import math
 import re
@@ -73,6 +74,8 @@ OTHER_DEFAULTS = ("num_train_epochs", "lr_scheduler_type", "gradient_checkpointi
 """Settings with another default in TRL, which matter though a script does not set them."""
 ALWAYS_SHOWN = ("algorithm.name", "algorithm.scale", "algorithm.beta", "rollout.prompts_per_step")
 """Keys that are printed even if their value is the default."""
+MAX_CHARACTERS = 1000
+"""Prompts of this length have fewer tokens than data.max_prompt_length, unless it is set."""
 MOVED = "my_functions.py"
 """File for functions that the script defines: worker processes import it."""
 
@@ -144,16 +147,15 @@ def add_algorithm(found: Translation, args: GRPOConfig) -> None:
 
 
 def add_counts(found: Translation, args: GRPOConfig, given: dict[str, Any]) -> None:
-    """Add the keys that count problems and steps, for one GPU."""
+    """Add the keys that count problems and steps."""
     keys = found.keys
     # A rollout has at least the completions of one update.
     accumulated = args.gradient_accumulation_steps
     passes = max(args.steps_per_generation, accumulated)
     minibatches = passes / accumulated
     updates = minibatches * args.num_iterations
-    keys["rollout.prompts_per_step"] = (
-        args.per_device_train_batch_size * passes / args.num_generations
-    )
+    completions = args.per_device_train_batch_size * passes * args.world_size
+    keys["rollout.prompts_per_step"] = completions / args.num_generations
     keys["algorithm.num_minibatches"] = minibatches
     if args.steps_per_generation < accumulated and args.num_iterations > 1:
         found.left.append(
@@ -329,11 +331,35 @@ def add_rewards(
     found.keys["reward.functions"] = entries
 
 
+def add_rows(found: Translation, key: str, rows: Any, folder: Path, save: bool) -> None:
+    """Add a dataset, which the script has made in memory: it is saved, or a line says how.
+
+    Args:
+        key: ``data.dataset`` or ``data.eval_dataset``.
+        save: write the rows to the folder.
+    """
+    found.keys[key] = str(folder)
+    if not hasattr(rows, "save_to_disk"):
+        found.left.append(f"{key}: a stream cannot be saved; name its source, or save some rows")
+        return
+    if save:
+        rows.save_to_disk(folder)
+    else:
+        found.left.append(f"{key}: --save-rows writes the rows to {folder}; or name their source")
+    longest = max((len(str(row.get("prompt"))) for row in rows), default=0)
+    if longest > MAX_CHARACTERS:
+        found.left.append(
+            "data.max_prompt_length=512: longer prompts are left out, and TRL takes any length; "
+            f"the longest has {longest} characters"
+        )
+
+
 def add_arguments(
     found: Translation,
     given: dict[str, Any],
     args: GRPOConfig,
     script: Path,
+    save_rows: bool = False,
 ) -> None:
     """Add the keys of GRPOTrainer's arguments."""
     keys = found.keys
@@ -346,16 +372,14 @@ def add_arguments(
         elif name == "reward_funcs":
             add_rewards(found, value, args.reward_weights, script)
         elif name == "train_dataset":
-            keys["data.dataset"] = "data/train"
-            left.append('rows: dataset.save_to_disk("data/train") once, or data.dataset=SOURCE')
+            add_rows(found, "data.dataset", value, Path("data/train"), save_rows)
             # TRL gives text to the model as it is, without a chat template.
             if isinstance(next(iter(value)).get("prompt"), str):
                 keys["data.prompt_template"] = "{prompt}"
         elif name == "eval_dataset" and plain(args.eval_strategy) == "no":
             left.append("eval_dataset: eval_strategy='no' never evaluates; data.eval_dataset would")
         elif name == "eval_dataset":
-            keys["data.eval_dataset"] = "data/eval"
-            left.append('rows: eval_dataset.save_to_disk("data/eval")')
+            add_rows(found, "data.eval_dataset", value, Path("data/eval"), save_rows)
         elif name == "peft_config":
             add_lora(found, value, keys["model.name_or_path"])
         elif name == "tools":
@@ -381,13 +405,17 @@ def yaml_text(keys: dict[str, Any]) -> str:
     return yaml.safe_dump(values, sort_keys=False, width=100)
 
 
-def main(argv: list[str]) -> None:
-    if not argv:
-        sys.exit(__doc__)
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--gpus", type=int, default=1, help="GPUs that the script was run on")
+    parser.add_argument("--save-rows", action="store_true", help="save the datasets under data/")
+    parser.add_argument("script", type=Path)
+    parser.add_argument("arguments", nargs="...", help="arguments of the script")
+    options = parser.parse_args()
+    script = options.script
     # Imported here, because this takes seconds.
     from trl import GRPOTrainer
 
-    script = Path(argv[0])
     make_args = GRPOConfig.__init__
     parameters = inspect.signature(GRPOTrainer.__init__)
     names = [each.name for each in fields(GRPOConfig) if each.init]
@@ -417,25 +445,27 @@ def main(argv: list[str]) -> None:
                 given[name] = getattr(args, name)
         found = Translation()
         add_settings(found, args, given)
-        add_arguments(found, arguments, args, script)
+        add_arguments(found, arguments, args, script, options.save_rows)
         try:
             make_config({key: plain(value) for key, value in found.keys.items()})
         except ConfigError as error:
             found.left += str(error).splitlines()
-        print(f"# {script.name} on one GPU, with TRL's defaults of what matters most.")
+        print(f"# {script.name}, GPUs: {options.gpus}, with TRL's defaults of what matters most.")
         print("# docs/from_trl.md: what behaves differently")
         print(yaml_text(found.keys), end="")
         for line in found.left:
             print(f"# TO DO: {line}")
         sys.exit()
 
+    # TRL counts the completions of one GPU. It reads this attribute when it makes its arguments.
+    GRPOConfig.world_size = options.gpus
     GRPOConfig.__init__ = remember
     GRPOTrainer.__init__ = show
-    sys.argv = argv
+    sys.argv = [str(script), *options.arguments]
     sys.path.insert(0, str(script.parent))
     runpy.run_path(str(script), run_name="__main__")
     sys.exit(f"{script} made no GRPOTrainer")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -7,6 +7,7 @@ import sys
 import pytest
 import yaml
 from conftest import ROOT, environment_of_runs
+from datasets import Dataset
 
 pytestmark = pytest.mark.slow
 
@@ -22,14 +23,14 @@ dataset = Dataset.from_list([{"prompt": [{"role": "user", "content": "1 + 1 ="}]
 """
 
 
-def translated(folder, script, *arguments):
+def translated(folder, script, *arguments, options=()):
     """Return the values that the program prints for a script, and its lines of what is left."""
     pytest.importorskip("trl", reason="needs TRL: pip install -e '.[bench]'")
     file = folder / "train.py"
     file.write_text(BEGINNING + script)
     program = ROOT / "examples" / "yaml_from_trl.py"
     text = subprocess.run(
-        [sys.executable, program, file, *arguments],
+        [sys.executable, program, *options, file, *arguments],
         env=environment_of_runs({"PYTHONPATH": str(ROOT)}),
         cwd=folder,
         stdout=subprocess.PIPE,
@@ -158,6 +159,22 @@ if __name__ == "__main__":
     name = "trl.rewards.format_rewards:think_format_reward"
     assert values["reward"]["functions"] == [{"name": name}]
     assert any("luspo" in line for line in left), left
+
+
+def test_several_gpus_and_saved_rows(tmp_path):
+    """4 completions on each of 4 GPUs are 2 problems of 8, which one GPU could not have."""
+    script = """
+long = Dataset.from_list([{"prompt": "x" * 1200}])
+args = GRPOConfig("runs/x", per_device_train_batch_size=4)
+GRPOTrainer("FOLDER", my_reward, args, train_dataset=long)
+"""
+    values, left = translated(tmp_path, script, options=("--gpus=4", "--save-rows"))
+    assert values["rollout"] == {"prompts_per_step": 2}
+    rows = Dataset.load_from_disk(tmp_path / values["data"]["dataset"])
+    assert rows["prompt"][0] == "x" * 1200
+    rows_line, functions_line = left
+    assert "the longest has 1200 characters" in rows_line
+    assert functions_line.startswith("my_functions.py: move")
 
 
 @pytest.mark.parametrize(
