@@ -106,11 +106,8 @@ class ToolCall:
     """Error message that the model saw, if the tool raised, the arguments were wrong, or no tool
     has this name. Default: empty, because the call succeeded."""
     report: str = ""
-    """The error for the user: with its type, and the line where the tool was called."""
-
-    @property
-    def failed(self) -> bool:
-        return bool(self.error)
+    """The error for the user: with its type, and the line where the tool was called. Also a result
+    without text, which is no error."""
 
 
 @dataclass(frozen=True)
@@ -130,6 +127,8 @@ class MultiTurnCompletion(Completion):
     ``failed`` (the environment has failed)."""
     rewards: tuple[float, ...] = ()
     """Reward of each turn. Empty if the environment gives no reward per turn."""
+    unread: Sequence[dict[str, Any]] = ()
+    """The last replies, if they left no room for a turn: no message and no token has them."""
     calls: tuple[ToolCall, ...] = ()
     """Tool calls of all turns."""
     environment: int | None = None
@@ -161,6 +160,8 @@ class MultiTurnCompletion(Completion):
                 for call in message.get("tool_calls", ()):
                     function = call["function"]
                     lines.append(f"[call] {function['name']}({function['arguments']})")
+        for message in self.unread:
+            lines.append(f"[{message['role']}, not read: it did not fit] {message['content']:.500}")
         return "\n".join(lines)
 
 

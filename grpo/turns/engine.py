@@ -79,6 +79,8 @@ class Conversation:
         self.ids: list[int] = []
         """The tokens of all turns of the model, and of the answers to these turns."""
         self.messages: list[Message] = []
+        self.unread: list[Message] = []
+        """The answers that did not fit into the completion."""
         self.texts: list[str] = []
         """The texts of the model's turns."""
         self.rewards: list[float | None] = []
@@ -129,6 +131,7 @@ class Conversation:
         answer_ids = self.turn_format.answer(answers, turn[-1], room)
         if answer_ids is None:  # the answer does not fit, and the completion ends here
             self.stop_reason = "length"
+            self.unread = answers
             return None
         self.messages += answers
         self.ids += answer_ids
@@ -158,6 +161,7 @@ class Conversation:
             sampling_logprobs=completion.sampling_logprobs,
             loss_mask=completion.loss_mask,
             messages=tuple(self.messages),
+            unread=self.unread,
             stop_reason="failed" if failure else self.stop_reason,
             rewards=tuple(self.rewards),
             calls=tuple(self.calls),
@@ -207,10 +211,14 @@ class Conversation:
         else:
             answer = self._ask(key, "call", name, arguments, self._next_seed())
         error = as_text(answer.message)
-        self.calls.append(ToolCall(name, error, answer.error or error))
         # TRL writes errors in the same form.
-        content = {"error": error} if error else answer.value
-        return {"role": "tool", "name": name, "content": str(content)}
+        content = str({"error": error} if error else answer.value)
+        report = answer.error or error
+        # A forgotten `return`, or an object that Python prints by its address.
+        if not error and (content == "None" or " object at 0x" in content):
+            report = f"the result {content}"
+        self.calls.append(ToolCall(name, error, report))
+        return {"role": "tool", "name": name, "content": content}
 
     def _ask(self, key: str, method: str, *arguments: Any) -> Answer:
         """Call a method of a tool or an environment in the worker (:mod:`grpo.turns.sessions`).
@@ -382,9 +390,8 @@ class TurnsEngine:
         tools = self.tools
         stops = Stops(self.policy, sampling.stop)
         G = sampling.num_generations
-        conversations = []
-        for row in range(len(problems) * G):
-            conversation = Conversation(
+        conversations = [
+            Conversation(
                 tools,
                 self.turn_format,
                 stops,
@@ -393,7 +400,8 @@ class TurnsEngine:
                 row,
                 seed_key,
             )
-            conversations.append(conversation)
+            for row in range(len(problems) * G)
+        ]
         groups = [conversations[p * G : (p + 1) * G] for p in range(len(problems))]
 
         # Resets of different workers run at the same time. The prompts must be complete before the
@@ -440,6 +448,6 @@ class TurnsEngine:
             if reports and all(reports) and name not in self._reported_tools:
                 self._reported_tools.add(name)
                 self.warn(
-                    f"warning: all {len(reports)} calls of {name!r} failed, "
+                    f"warning: all {len(reports)} calls of {name!r} failed or returned no text, "
                     f"first with {reports[0][:300]}"
                 )

@@ -23,14 +23,18 @@ def add_turns(
     num_tokens = 0
     num_turns = 0
     stop_reasons = []
-    calls = []
+    called = []
+    failed = []
     for group in groups:
         for completion in group.completions:
             count += 1
             num_tokens += len(completion.ids)
             num_turns += completion.num_turns
             stop_reasons.append(completion.stop_reason)
-            calls += completion.calls
+            for call in completion.calls:
+                called.append(call.name)
+                if call.error:
+                    failed.append(call.name)
     # The total length includes the answers of tools and environments. completions/mean_length
     # counts the tokens that the model wrote.
     metrics.add("completions/total_length", num_tokens, count)
@@ -42,10 +46,8 @@ def add_turns(
     if not tools:
         return
 
-    num_failed = sum(call.failed for call in calls)
-    metrics.add("tools/call_frequency", len(calls), count)
-    metrics.add("tools/failure_frequency", num_failed, len(calls))
+    metrics.add("tools/call_frequency", len(called), count)
+    metrics.add("tools/failure_frequency", len(failed), len(called))
     for name in tools:
-        failures = [call.failed for call in calls if call.name == name]
-        metrics.total(f"tools/{name}/calls", len(failures))
-        metrics.total(f"tools/{name}/errors", sum(failures))
+        metrics.total(f"tools/{name}/calls", called.count(name))
+        metrics.total(f"tools/{name}/errors", failed.count(name))

@@ -218,18 +218,32 @@ def test_good_and_bad_calls(policy):
         first, second = results(c)
         assert expected in first, call
         assert second == "1"
-        assert [one.failed for one in c.calls] == [fails, False], call
+        assert [bool(one.error) for one in c.calls] == [fails, False], call
         assert c.stop_reason == "stop"
         assert c.num_turns == 3
     # The one tool whose calls have all failed.
     (warning,) = play.warnings
     assert warning.startswith(
-        "warning: all 1 calls of 'calculator' failed, first with ValueError: the power is too large "
+        "warning: all 1 calls of 'calculator' failed or returned no text, first with ValueError: the "
+        "power is too large "
     )
     assert "grpo/turns/builtin.py" in warning
     assert results(several) == ["2", "B", "1"]
     answers = "".join(f"\n<|im_start|>tool\n{result}<|im_end|>" for result in "2B1")
     assert masked_text(policy, several) == answers + "\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize(
+    ("how", "read"),
+    [("nothing", "None"), ("object", "[<object object at 0x")],
+)
+def test_a_tool_that_returns_no_text_is_told(policy, how, read):
+    """The model reads it, and no call has failed."""
+    (c,) = play(policy, [[f"<misbehave>{how}</misbehave>", "done"]], ALL_TOOLS)
+    assert results(c)[0].startswith(read)
+    assert not c.calls[0].error
+    (warning,) = play.warnings
+    assert f"'misbehave' failed or returned no text, first with the result {read}" in warning
 
 
 @pytest.mark.parametrize(
@@ -286,6 +300,9 @@ def test_what_does_not_fit_ends_the_completion(policy):
     assert all(flood.loss_mask)
     # The answer is not appended.
     assert [m["role"] for m in flood.messages] == ["assistant"]
+    # A person reads how it begins.
+    unread = "[tool, not read: it did not fit] " + "0123456789" * 50
+    assert flood.transcript.splitlines()[-1] == unread
     assert cut.stop_reason == "length"
     assert len(cut.ids) == 80
 
