@@ -68,12 +68,38 @@ TRANSLATED = {
     "report_to",
     "log_completions",
     "num_completions_to_print",
+    "lr_scheduler_kwargs",
+    "generation_kwargs",
+    "model_init_kwargs",
 }
 """Settings whose values have another form here: the functions below translate them."""
+NOT_NEEDED = [
+    "per_device_eval_batch_size",
+    "eval_accumulation_steps",
+    "logging_first_step",
+    "logging_strategy",
+    "gradient_checkpointing_kwargs",
+    "activation_checkpointing_kwargs",
+    "use_liger_kernel",
+    "disable_tqdm",
+    "remove_unused_columns",
+    "save_safetensors",
+    "save_only_model",
+    "ddp_find_unused_parameters",
+    "log_level",
+    "dataloader_num_workers",
+    "dataloader_pin_memory",
+    "dataloader_persistent_workers",
+    "dataloader_prefetch_factor",
+    "dataloader_drop_last",
+    "group_by_length",
+]
+"""Settings that change memory, speed or output alone, and have no use here."""
 OTHER_DEFAULTS = ("num_train_epochs", "lr_scheduler_type", "gradient_checkpointing", "seed")
 """Settings with another default in TRL, which matter though a script does not set them."""
 ALWAYS_SHOWN = ("algorithm.name", "algorithm.scale", "algorithm.beta", "rollout.prompts_per_step")
 """Keys that are printed even if their value is the default."""
+DEFAULTS = {field.name: field.default for field in fields(GRPOConfig)}
 MAX_CHARACTERS = 1000
 """Prompts of this length have fewer tokens than data.max_prompt_length, unless it is set."""
 MOVED = "my_functions.py"
@@ -87,6 +113,8 @@ class Translation:
     keys: dict[str, Any] = field(default_factory=dict)
     left: list[str] = field(default_factory=list)
     """A line for each part of the script that no value of a key says."""
+    not_needed: list[str] = field(default_factory=list)
+    """Names of the script's settings that have no use here."""
 
 
 def plain(value: Any) -> Any:
@@ -146,7 +174,12 @@ def add_algorithm(found: Translation, args: GRPOConfig) -> None:
         )
 
 
-def add_counts(found: Translation, args: GRPOConfig, given: dict[str, Any]) -> None:
+def add_counts(
+    found: Translation,
+    args: GRPOConfig,
+    given: dict[str, Any],
+    num_rows: int | None,
+) -> None:
     """Add the keys that count problems and steps."""
     keys = found.keys
     # A rollout has at least the completions of one update.
@@ -178,6 +211,12 @@ def add_counts(found: Translation, args: GRPOConfig, given: dict[str, Any]) -> N
                 f"rollouts are {rollouts * updates:g} updates"
             )
 
+    def once_an_epoch(key: str, name: str) -> None:
+        if num_rows is None:
+            found.left.append(f"{name}='epoch': {key}=ROWS / rollout.prompts_per_step")
+        else:
+            keys[key] = max(int(num_rows / keys["rollout.prompts_per_step"]), 1)
+
     if args.max_steps > 0:
         count("optim.max_steps", "max_steps", args.max_steps)
     if "logging_steps" in given:
@@ -191,16 +230,16 @@ def add_counts(found: Translation, args: GRPOConfig, given: dict[str, Any]) -> N
     if strategy == "steps":
         count("eval.every", "eval_steps", args.eval_steps or args.logging_steps)
     elif strategy == "epoch":
-        found.left.append("eval_strategy='epoch': eval.every=ROWS / rollout.prompts_per_step")
+        once_an_epoch("eval.every", "eval_strategy")
     strategy = plain(args.save_strategy)
     if strategy == "steps":
         count("checkpoint.save_steps", "save_steps", args.save_steps)
-        keys["checkpoint.keep"] = args.save_total_limit or 1000
+    elif strategy == "epoch":
+        once_an_epoch("checkpoint.save_steps", "save_strategy")
     elif strategy != "no":
-        found.left.append(
-            f"save_strategy={strategy!r}: checkpoint.save_steps=ROWS / rollout.prompts_per_step, "
-            "or checkpoint.keep_best"
-        )
+        found.left.append(f"save_strategy={strategy!r}: checkpoint.keep_best keeps the best")
+    if strategy != "no":
+        keys["checkpoint.keep"] = args.save_total_limit or 1000
 
 
 def add_other_forms(found: Translation, args: GRPOConfig, given: dict[str, Any]) -> None:
@@ -223,15 +262,51 @@ def add_other_forms(found: Translation, args: GRPOConfig, given: dict[str, Any])
     if args.log_completions and args.num_completions_to_print:
         keys["logging.log_completions"] = args.num_completions_to_print
     for dashboard in args.report_to:
-        keys[f"logging.{dashboard}"] = "online" if dashboard == "wandb" else True
+        if f"logging.{dashboard}" in FIELDS:
+            keys[f"logging.{dashboard}"] = "online" if dashboard == "wandb" else True
+        else:
+            found.left.append(f"report_to={dashboard!r}: {answer('report_to')}")
 
 
-def add_settings(found: Translation, args: GRPOConfig, given: dict[str, Any]) -> None:
-    """Add the keys of all settings. ``given`` are those that the script gives."""
+def add_mappings(found: Translation, args: GRPOConfig) -> None:
+    """Add the keys of settings that are mappings themselves."""
+    keys = found.keys
+    for name, value in (args.lr_scheduler_kwargs or {}).items():
+        if name == "min_lr":
+            keys["optim.min_lr"] = value
+        elif name == "min_lr_rate":
+            keys["optim.min_lr"] = value * args.learning_rate
+        else:
+            found.left.append(f"lr_scheduler_kwargs {name}={value!r}: schedules have no arguments")
+    for name, value in (args.generation_kwargs or {}).items():
+        if name == "stop_strings":
+            keys["rollout.stop"] = [value] if isinstance(value, str) else value
+        else:
+            found.left.append(f"generation_kwargs {name}={value!r}: {answer('generation_kwargs')}")
+    for name, value in (args.model_init_kwargs or {}).items():
+        if f"model.{name}" in FIELDS:
+            keys[f"model.{name}"] = value
+        elif name not in ("dtype", "torch_dtype", "use_cache", "device_map"):
+            found.left.append(f"model_init_kwargs {name}={value!r}: {answer('model_init_kwargs')}")
+
+
+def add_settings(
+    found: Translation,
+    args: GRPOConfig,
+    given: dict[str, Any],
+    num_rows: int | None = None,
+) -> None:
+    """Add the keys of all settings.
+
+    Args:
+        given: the settings that the script gives.
+        num_rows: number of training rows. Default: not known, as for a stream.
+    """
     translated = Translation()
     add_algorithm(translated, args)
-    add_counts(translated, args, given)
+    add_counts(translated, args, given, num_rows)
     add_other_forms(translated, args, given)
+    add_mappings(translated, args)
     found.left += translated.left
     for key, value in translated.keys.items():
         is_default = key in FIELDS and value == FIELDS[key].default
@@ -243,7 +318,13 @@ def add_settings(found: Translation, args: GRPOConfig, given: dict[str, Any]) ->
     for name, value in given.items():
         if value is None or name in TRANSLATED:
             continue
+        if name in NOT_NEEDED:
+            found.not_needed.append(name)
+            continue
         if name not in SAME_VALUES:
+            # TRL's own default behaves as this project does.
+            if value == DEFAULTS.get(name):
+                continue
             found.left.append(f"{name}={plain(value)!r}: {answer(name)}")
             continue
         key = SAME_VALUES[name]
@@ -297,7 +378,11 @@ def name_of(function: Callable, script: Path) -> str:
     """Return a function or a class as the configuration names it."""
     file = Path(inspect.getsourcefile(function)).resolve()
     if file == script.resolve():
-        return f"{MOVED}:{function.__name__}"
+        # An import of the script would train again, unless the training has a guard. A function
+        # inside of a function cannot be imported.
+        is_guarded = re.search(r"^if __name__\b", script.read_text(), re.MULTILINE)
+        if not is_guarded or "<locals>" in function.__qualname__:
+            return f"{MOVED}:{function.__name__}"
     if file.is_relative_to(Path.cwd()):
         return f"{file.relative_to(Path.cwd())}:{function.__name__}"
     return f"{function.__module__}:{function.__name__}"
@@ -364,6 +449,7 @@ def add_arguments(
     """Add the keys of GRPOTrainer's arguments."""
     keys = found.keys
     left = found.left
+    folder = Path("data") / script.stem
     for name, value in given.items():
         if value is None:
             continue
@@ -372,14 +458,14 @@ def add_arguments(
         elif name == "reward_funcs":
             add_rewards(found, value, args.reward_weights, script)
         elif name == "train_dataset":
-            add_rows(found, "data.dataset", value, Path("data/train"), save_rows)
+            add_rows(found, "data.dataset", value, folder / "train", save_rows)
             # TRL gives text to the model as it is, without a chat template.
             if isinstance(next(iter(value)).get("prompt"), str):
                 keys["data.prompt_template"] = "{prompt}"
         elif name == "eval_dataset" and plain(args.eval_strategy) == "no":
             left.append("eval_dataset: eval_strategy='no' never evaluates; data.eval_dataset would")
         elif name == "eval_dataset":
-            add_rows(found, "data.eval_dataset", value, Path("data/eval"), save_rows)
+            add_rows(found, "data.eval_dataset", value, folder / "eval", save_rows)
         elif name == "peft_config":
             add_lora(found, value, keys["model.name_or_path"])
         elif name == "tools":
@@ -390,8 +476,8 @@ def add_arguments(
             left.append(f"{name}: {answer(name)}")
     if MOVED in str(keys):
         left.append(
-            f"{MOVED}: move the script's functions there; or name the script, if an import of it "
-            "does not train (if __name__ == '__main__')"
+            f"{MOVED}: move the script's functions there, as an import of the script would train "
+            "again, or put its training under if __name__ == '__main__'"
         )
 
 
@@ -408,7 +494,9 @@ def yaml_text(keys: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gpus", type=int, default=1, help="GPUs that the script was run on")
-    parser.add_argument("--save-rows", action="store_true", help="save the datasets under data/")
+    parser.add_argument(
+        "--save-rows", action="store_true", help="save the datasets to data/SCRIPT/"
+    )
     parser.add_argument("script", type=Path)
     parser.add_argument("arguments", nargs="...", help="arguments of the script")
     options = parser.parse_args()
@@ -443,8 +531,10 @@ def main() -> None:
         for name, value in args.first_values.items():
             if getattr(args, name) != value:
                 given[name] = getattr(args, name)
+        rows = arguments.get("train_dataset")
+        num_rows = len(rows) if hasattr(rows, "__len__") else None
         found = Translation()
-        add_settings(found, args, given)
+        add_settings(found, args, given, num_rows)
         add_arguments(found, arguments, args, script, options.save_rows)
         try:
             make_config({key: plain(value) for key, value in found.keys.items()})
@@ -455,6 +545,8 @@ def main() -> None:
         print(yaml_text(found.keys), end="")
         for line in found.left:
             print(f"# TO DO: {line}")
+        if found.not_needed:
+            print(f"# Not needed here: {', '.join(found.not_needed)}")
         sys.exit()
 
     # TRL counts the completions of one GPU. It reads this attribute when it makes its arguments.

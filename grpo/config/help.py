@@ -148,4 +148,4 @@ def explain(error: Mapping[str, Any], keys: list[str]) -> str:
         return f"{key}: {message}"
     name = key.rpartition(".")[2]
     value = masked({name: error["input"]})[name]
-    return f"{key}={value!r:.80}: {message[:1].lower()}{message[1:]}"
+    return f"{key}={value!r:.80}: {message[:1].lower()}{message[1:]}{OTHER_NAMES.get(key, '')}"

@@ -338,7 +338,7 @@ class OptimConfig(Section):
     warmup_steps: NonNegativeFloat = 0
     """Optimizer updates of the warm-up. A value below 1 is a fraction of all updates."""
     min_lr: NonNegativeFloat | None = None
-    """Learning rate at the end of a cosine schedule. Default: 0."""
+    """Learning rate at the end of a cosine schedule: the rate itself. Default: 0."""
     max_steps: PositiveInt | None = None
     """Steps (batches of completions) to train. Default: the number of steps in num_epochs."""
     num_epochs: PositiveFloat = 1.0

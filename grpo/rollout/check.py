@@ -68,8 +68,8 @@ def check_model(
         longest = window[1]
     batch = _short_batch(policy, longest)
     why_padded = (
-        "model.disable_dropout is false, and attention over a packed row has no dropout; true is "
-        "faster, and the same where the model's dropout is 0"
+        "model.disable_dropout is false, as dropout needs it, also lora.dropout (without either, "
+        "true is the same, and faster)"
     )
     with policy.precise_inference_mode() as bound:
         scorer.detect_plain_head(batch.sequence_ids_BS[:, :PROMPT_LENGTH])

@@ -78,10 +78,10 @@ def make_lr_schedule(
     if name == "constant" and warmup:
         name = "constant_with_warmup"
     options = None
-    # The configuration allows min_lr with a cosine schedule alone.
-    if settings.min_lr is not None:
+    # The configuration allows min_lr with these schedules alone. At 0 they are the same.
+    if name in ("cosine", "cosine_with_min_lr"):
         name = "cosine_with_min_lr"
-        options = {"min_lr": settings.min_lr}
+        options = {"min_lr": settings.min_lr or 0}
     return get_scheduler(name, optimizer, warmup, num_updates, options)
 
 

@@ -155,26 +155,29 @@ if __name__ == "__main__":
     # Changed after the parser, and of another configuration.
     assert values["rollout"]["temperature"] == 0.7 and "top_p" not in values["rollout"]
     assert values["model"] == {"name_or_path": "FOLDER", "gradient_checkpointing": True}
-    assert values["data"] == {"dataset": "data/train", "prompt_template": "{prompt}"}
+    assert values["data"] == {"dataset": "data/train/train", "prompt_template": "{prompt}"}
     name = "trl.rewards.format_rewards:think_format_reward"
     assert values["reward"]["functions"] == [{"name": name}]
     assert any("luspo" in line for line in left), left
 
 
 def test_several_gpus_and_saved_rows(tmp_path):
-    """4 completions on each of 4 GPUs are 2 problems of 8, which one GPU could not have."""
+    """4 completions on each of 4 GPUs are 2 problems of 8, which one GPU could not have. 7 rows are
+    3 steps."""
     script = """
-long = Dataset.from_list([{"prompt": "x" * 1200}])
-args = GRPOConfig("runs/x", per_device_train_batch_size=4)
-GRPOTrainer("FOLDER", my_reward, args, train_dataset=long)
+if __name__ == "__main__":
+    long = Dataset.from_list([{"prompt": "x" * 1200}] * 7)
+    args = GRPOConfig("runs/x", per_device_train_batch_size=4, save_strategy="epoch")
+    GRPOTrainer("FOLDER", my_reward, args, train_dataset=long)
 """
     values, left = translated(tmp_path, script, options=("--gpus=4", "--save-rows"))
     assert values["rollout"] == {"prompts_per_step": 2}
+    assert values["checkpoint"] == {"save_steps": 3, "keep": 1000}
+    assert values["reward"]["functions"] == [{"name": "train.py:my_reward"}]
     rows = Dataset.load_from_disk(tmp_path / values["data"]["dataset"])
     assert rows["prompt"][0] == "x" * 1200
-    rows_line, functions_line = left
-    assert "the longest has 1200 characters" in rows_line
-    assert functions_line.startswith("my_functions.py: move")
+    (line,) = left
+    assert "the longest has 1200 characters" in line
 
 
 @pytest.mark.parametrize(
@@ -192,8 +195,27 @@ GRPOTrainer("FOLDER", my_reward, args, train_dataset=long)
         ({"eval_steps": 0.1, "max_steps": 100}, {"eval.every": 10}, None),
         ({"eval_steps": 0.1}, {"eval.every": None}, "eval_steps: eval.every is a number"),
         ({"save_steps": 0.2, "max_steps": 10}, {"checkpoint.save_steps": 2}, None),
-        ({"save_strategy": "epoch"}, {"checkpoint.save_steps": None}, "save_strategy='epoch'"),
+        ({"save_strategy": "epoch"}, {"checkpoint.keep": 1000}, "save_strategy='epoch'"),
         ({"eval_strategy": "epoch"}, {"eval.before_training": False}, "eval_strategy='epoch'"),
+        ({"repetition_penalty": 1.05}, {}, "repetition_penalty=1.05: no counterpart"),
+        ({"repetition_penalty": 1.0}, {}, None),
+        ({"dataloader_num_workers": 2, "logging_first_step": True}, {}, None),
+        ({"report_to": ["mlflow"]}, {"logging.mlflow": None}, "report_to='mlflow'"),
+        ({"generation_kwargs": {"stop_strings": "END"}}, {"rollout.stop": ["END"]}, None),
+        (
+            {"model_init_kwargs": {"attn_implementation": "eager", "dtype": "float32"}},
+            {"model.attn_implementation": "eager"},
+            None,
+        ),
+        (
+            {
+                "lr_scheduler_type": "cosine_with_min_lr",
+                "lr_scheduler_kwargs": {"min_lr_rate": 0.25},
+                "learning_rate": 4e-6,
+            },
+            {"optim.min_lr": 1e-6},
+            None,
+        ),
         ({"mask_truncated_completions": True, "loss_type": "dr_grpo"}, {}, None),
         ({"mask_truncated_completions": True, "loss_type": "grpo"}, {}, "the average differs"),
         ({"generation_batch_size": 32}, {"rollout.prompts_per_step": 4}, None),

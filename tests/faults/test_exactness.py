@@ -77,7 +77,7 @@ SCHEDULES = OptimConfig.model_fields["lr_scheduler_type"].annotation.__args__
 @pytest.mark.parametrize(
     "options",
     [
-        *([f"optim.lr_scheduler_type={name}"] for name in SCHEDULES if name != "cosine_with_min_lr"),
+        *([f"optim.lr_scheduler_type={name}"] for name in SCHEDULES),
         ["optim.lr_scheduler_type=cosine_with_min_lr", "optim.min_lr=1e-5"],
         ["algorithm.name=dapo"], ["algorithm.name=gspo"],
         ["algorithm.name=rloo", "algorithm.num_iterations=1", "algorithm.num_minibatches=1"],

@@ -200,3 +200,4 @@ def test_schedules_by_hand():
     assert rates("linear", warmup=2)[:4] == pytest.approx([0, 0.5, 1.0, 7 / 8])
     assert rates("linear", warmup=0.2) == rates("linear", warmup=2), "a fraction of the updates"
     assert min(rates("cosine", steps=100, min_lr=0.1)) == pytest.approx(0.1, abs=1e-3)
+    assert rates("cosine", warmup=2)[6] == 0.5 == rates("cosine_with_min_lr", warmup=2)[6]
