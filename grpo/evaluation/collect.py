@@ -123,16 +123,7 @@ def evaluate(
         UserError: on all ranks, before the first step or outside of training, if the reward that
             decides what is correct scored no completion.
     """
-    # Filters have no meaning in greedy decoding, so they are switched off.
-    greedy_sampling = replace(
-        sampling,
-        num_generations=1,
-        temperature=0.0,
-        top_p=1.0,
-        top_k=0,
-        min_p=0.0,
-    )
-    rounds = {"greedy": greedy_sampling}
+    rounds = {"greedy": replace(sampling, num_generations=1, temperature=0.0)}
     if not sampling.is_greedy:
         rounds["samples"] = sampling
 

@@ -32,7 +32,7 @@ class SamplingParams:
     max_completion_length: int
     """Limit on the tokens of a completion."""
     temperature: float = 1.0
-    """0 means greedy decoding."""
+    """0 means greedy decoding, in which the filters below have no effect."""
     top_p: float = 1.0
     """1 disables top-p."""
     top_k: int = 0

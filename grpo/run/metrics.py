@@ -141,8 +141,8 @@ def add_completions(groups: Sequence[Group], metrics: Accumulator) -> None:
     total = sum(lengths)
     metrics.add("completions/mean_length", total, count)
     metrics.add("completions/clipped_ratio", num_truncated, count)
-    metrics.maximum("completions/max_length", float(max(lengths)))
-    metrics.minimum("completions/min_length", float(min(lengths)))
+    metrics.maximum("completions/max_length", max(lengths))
+    metrics.minimum("completions/min_length", min(lengths))
     metrics.total("completion_tokens", total)
     metrics.total("num_tokens", num_tokens)
 
@@ -167,8 +167,7 @@ def report_completions(run: Run, step: Step) -> None:
     G = len(step.batch) // P
     # Two completions of a problem can be compared with each other.
     num_per_problem = max(2, math.ceil(num_completions / P))
-    pairs = list(product(range(P), range(min(num_per_problem, G))))
-    pairs = pairs[:num_completions]
+    pairs = list(product(range(P), range(min(num_per_problem, G))))[:num_completions]
     indices = [p * G + g for p, g in pairs]
 
     # A row that the update skipped is scored too. Its old log-probs are those of the sampler.

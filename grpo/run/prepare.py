@@ -330,10 +330,15 @@ def open_rewards(
 
     ``at_end`` closes the worker processes of both objects.
     """
-    specs = []
-    for function in config.reward.functions:
-        user_object = user_objects.rewards.get(function.name)
-        specs.append(RewardSpec(function.name, function.weight, function.args, user_object))
+    specs = [
+        RewardSpec(
+            function.name,
+            function.weight,
+            function.args,
+            user_objects.rewards.get(function.name),
+        )
+        for function in config.reward.functions
+    ]
     tools = None
     if config.uses_turns:
         tools = Tools(config, user_objects.tools)

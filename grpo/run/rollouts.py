@@ -156,8 +156,11 @@ def add_outcome(
         metrics.total(f"rewards/{name}/errors", count)
     for name, pair in result.metrics.items():
         metrics.add(LOGGED_PREFIX + name, *pair)
-    failures_of_ranks = world.gather_objects(failures[:1])
-    first_failures = [failure for failures in failures_of_ranks for failure in failures]
+    first_failures = [
+        failure
+        for failures_of_rank in world.gather_objects(failures[:1])
+        for failure in failures_of_rank
+    ]
     if not is_checked:
         return
 

@@ -99,7 +99,8 @@ def data_line(
     # A long prompt is excluded and never cut, since the cut would make another problem of it.
     return (
         f"data      {data.dataset}: {len(train.problems)} problems to train on, "
-        f"{train.num_without_answer} of them with an empty answer; {num_evaluated} to evaluate on; "
+        f"{train.num_without_answer} of them with an empty answer; "
+        f"{num_evaluated or 'none (set data.eval_dataset or data.eval_split)'} to evaluate on; "
         f"left out, as empty or longer than {data.max_prompt_length} tokens: "
         f"{train.num_too_long + train.num_empty} and "
         f"{evaluation.num_too_long + evaluation.num_empty}"

@@ -105,10 +105,6 @@ def environment(world_size: int) -> dict[str, Any]:
         f"timeout 10 git -C {folder} describe --always --dirty --abbrev=40 --exclude='*' "
         "2>/dev/null"
     )
-    status, commit = subprocess.getstatusoutput(describe)
-    if status != 0:
-        # There is no git, or the package is installed outside a checkout.
-        commit = None
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "command": " ".join(sys.argv),
@@ -116,7 +112,8 @@ def environment(world_size: int) -> dict[str, Any]:
         "device": device,
         "threads_per_rank": torch.get_num_threads(),
         "python": platform.python_version(),
-        "git_commit": commit,
+        # Empty if there is no git, or if the package is installed outside a checkout.
+        "git_commit": subprocess.getoutput(describe) or None,
         "torch": torch.__version__,
         "transformers": version("transformers"),
     }
