@@ -11,6 +11,7 @@ import math
 import re
 import runpy
 import sys
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field, fields
 from enum import Enum
@@ -99,7 +100,7 @@ OTHER_DEFAULTS = ("num_train_epochs", "lr_scheduler_type", "gradient_checkpointi
 """Settings with another default in TRL, which matter though a script does not set them."""
 ALWAYS_SHOWN = ("algorithm.name", "algorithm.scale", "algorithm.beta", "rollout.prompts_per_step")
 """Keys that are printed even if their value is the default."""
-DEFAULTS = {field.name: field.default for field in fields(GRPOConfig)}
+DEFAULTS = defaultdict(lambda: None, {each.name: each.default for each in fields(GRPOConfig)})
 MAX_CHARACTERS = 1000
 """Prompts of this length have fewer tokens than data.max_prompt_length, unless it is set."""
 MOVED = "my_functions.py"
@@ -281,7 +282,9 @@ def add_mappings(found: Translation, args: GRPOConfig) -> None:
     for name, value in (args.generation_kwargs or {}).items():
         if name == "stop_strings":
             keys["rollout.stop"] = [value] if isinstance(value, str) else value
-        else:
+        elif f"rollout.{name}" in FIELDS:
+            keys[f"rollout.{name}"] = value
+        elif (name, value) != ("do_sample", True):
             found.left.append(f"generation_kwargs {name}={value!r}: {answer('generation_kwargs')}")
     for name, value in (args.model_init_kwargs or {}).items():
         if f"model.{name}" in FIELDS:
@@ -316,14 +319,18 @@ def add_settings(
     for name in OTHER_DEFAULTS:
         found.keys[SAME_VALUES[name]] = getattr(args, name)
     for name, value in given.items():
-        if value is None or name in TRANSLATED:
+        if name in TRANSLATED:
+            continue
+        if value is None:
+            if DEFAULTS[name] not in (None, MISSING):
+                found.left.append(f"{name}=None: {answer(name)}")
             continue
         if name in NOT_NEEDED:
             found.not_needed.append(name)
             continue
         if name not in SAME_VALUES:
             # TRL's own default behaves as this project does.
-            if value == DEFAULTS.get(name):
+            if value == DEFAULTS[name]:
                 continue
             found.left.append(f"{name}={plain(value)!r}: {answer(name)}")
             continue
@@ -408,6 +415,10 @@ def add_rewards(
         function = getattr(function, "func", function)
         if inspect.isfunction(function) and function.__name__ != "<lambda>":
             entries.append({"name": name_of(function, script)} | entry)
+        elif type(function).__name__ == "_SoftOverlongPunishment":
+            length = function.max_completion_len
+            arguments = {"max_length": length, "cache_length": function.soft_punish_cache}
+            entries.append({"name": "soft_overlong", "args": arguments} | entry)
         else:
             # A reward model, an object with __call__, a lambda.
             name = f"{MOVED}:reward_{number}"
@@ -462,6 +473,8 @@ def add_arguments(
             # TRL gives text to the model as it is, without a chat template.
             if isinstance(next(iter(value)).get("prompt"), str):
                 keys["data.prompt_template"] = "{prompt}"
+        elif name == "eval_dataset" and isinstance(value, dict):
+            left.append("eval_dataset: data.eval_dataset takes one dataset, not several")
         elif name == "eval_dataset" and plain(args.eval_strategy) == "no":
             left.append("eval_dataset: eval_strategy='no' never evaluates; data.eval_dataset would")
         elif name == "eval_dataset":
@@ -474,7 +487,15 @@ def add_arguments(
             keys["environment"] = name_of(value, script)
         else:
             left.append(f"{name}: {answer(name)}")
-    if MOVED in str(keys):
+    functions = [entry["name"] for entry in keys.get("reward.functions", [])]
+    knows_answers = any(name.startswith("trl.rewards.accuracy_rewards:") for name in functions)
+    if "data.eval_dataset" in keys and len(functions) > 1 and not knows_answers:
+        left.append(
+            f"eval.correctness: an evaluation counts as right what {functions[0]} gives more than "
+            "eval.correct_above, 0; name the reward that checks answers"
+        )
+    # An object has its line already.
+    if re.search(rf"{MOVED}:(?!reward_\d)", str(keys)):
         left.append(
             f"{MOVED}: move the script's functions there, as an import of the script would train "
             "again, or put its training under if __name__ == '__main__'"

@@ -83,13 +83,16 @@ class Completion:
         return tuple(compress(self.ids, self.loss_mask))
 
     @property
-    def size_text(self) -> str:
-        """Number of tokens as text, such as ``62 tokens, 14 of them not the model's``."""
-        num_tokens = len(self.ids)
-        num_not_sampled = num_tokens - len(self.sampled_ids)
-        if num_not_sampled == 0:
-            return f"{num_tokens} tokens"
-        return f"{num_tokens} tokens, {num_not_sampled} of them not the model's"
+    def ending(self) -> str:
+        """How the completion ended, for a person."""
+        return "finished" if self.finished else "truncated"
+
+    @property
+    def facts(self) -> str:
+        """Size and ending, such as ``62 tokens, 14 of them not the model's, finished``."""
+        num_not_sampled = len(self.ids) - len(self.sampled_ids)
+        not_sampled = f", {num_not_sampled} of them not the model's" if num_not_sampled else ""
+        return f"{len(self.ids)} tokens{not_sampled}, {self.ending}"
 
     @property
     def transcript(self) -> str:
@@ -144,6 +147,10 @@ class MultiTurnCompletion(Completion):
     """Number of turns of the model."""
 
     @property
+    def ending(self) -> str:
+        return self.stop_reason
+
+    @property
     def transcript(self) -> str:
         if not self.messages:
             return self.text
@@ -162,6 +169,8 @@ class MultiTurnCompletion(Completion):
                     lines.append(f"[call] {function['name']}({function['arguments']})")
         for message in self.unread:
             lines.append(f"[{message['role']}, not read: it did not fit] {message['content']:.500}")
+        if self.environment_failure:
+            lines.append(f"[environment failed] {self.environment_failure}")
         return "\n".join(lines)
 
 

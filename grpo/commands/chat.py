@@ -165,8 +165,7 @@ def show_samples(group: Group, rewards: RewardRunner | None) -> None:
     # All completions are scored at once, because a reward may compare the completions of a group.
     values = score_groups(rewards, [group]).values if rewards else []
     for number, completion in enumerate(group.completions):
-        ending = "finished" if completion.finished else "truncated"
-        facts = [completion.size_text, ending]
+        facts = [completion.facts]
         if rewards:
             for name, value in zip(rewards.names, values[number], strict=True):
                 score = "unscorable" if value is None else f"{value:g}"

@@ -171,8 +171,9 @@ def evaluate(
     is_unscored = evaluation.num_unscored == len(evaluation.completions)
     if is_unscored and not grade.trainer_state.global_step:
         raise UserError(
-            "the reward that decides what is correct could score none of "
-            f"{evaluation.num_unscored} completions of an evaluation (errors: {grade.errors}). "
-            "Without an error: eval.correctness names another reward"
+            f"{grade.correctness}, which decides what is correct, has no value for any of "
+            f"{evaluation.num_unscored} completions of an evaluation "
+            f"(errors: {grade.errors or 'none'}). Without an error, it or get_reward returned "
+            "None, or environments failed (warnings above); eval.correctness names another reward"
         )
     return evaluation

@@ -207,9 +207,9 @@ def _run_entry(run: RunData) -> dict[str, Any]:
 
 def _sample_entry(record: dict[str, Any]) -> dict[str, Any]:
     """Return a completion in the form that the page's script reads."""
-    # The field says which tokens the model sampled. Only runs with tools or an environment write
-    # it.
-    sample = {"sampled": record.get("sampled")}
+    # These say which tokens the model sampled, and why the completion ended. Only runs with tools
+    # or an environment write them.
+    sample = {name: record.get(name) for name in ("sampled", "stop_reason")}
     for key in COPIED_FIELDS:
         sample[key] = record[key]
     for key in ("reward", "advantage"):

@@ -258,8 +258,7 @@ class RewardRunner(contextlib.AbstractContextManager):
                 raise ValueError(
                     f"{what} needs the column(s) {', '.join(missing)}; "
                     f"{source} have {', '.join(sorted(columns)) or 'none'} "
-                    "(data.answer_column makes another column the answer; the trainer's own "
-                    "arguments are prompts, completions and so on: docs/rewards.md)"
+                    "(data.answer_column=NAME makes a column the answer: docs/rewards.md)"
                 )
 
     @property

@@ -26,7 +26,11 @@ def show_step(run: Run, step: Step) -> None:
             assert tensor.isfinite().all(), f"{name} is not finite"
     show("checked   all values are finite")
 
-    rows = zip(step.values_PGF.flatten(0, 1).tolist(), batch.advantages_B, strict=True)
+    rows = zip(
+        step.values_PGF.flatten(0, 1).tolist(),
+        batch.advantages_B,
+        strict=True,
+    )
     for group in step.groups:
         problem = group.problem
         # The prompt is decoded from the token ids, so that a wrong chat template or a doubled BOS
@@ -36,13 +40,9 @@ def show_step(run: Run, step: Step) -> None:
         show(textwrap.indent(prompt, "  | "))
         show(f"columns of its row: {problem.columns!r:.500}")
         for g, completion in enumerate(group.completions):
-            end = "finished" if completion.finished else "truncated"
             values, advantage = next(rows)
             rewards = dict(zip(run.tasks.rewards.names, values, strict=True))
-            show(
-                f"completion {g}: {completion.size_text}, {end}, advantage {advantage:+.4f}, "
-                f"{rewards}"
-            )
+            show(f"completion {g}: {completion.facts}, advantage {advantage:+.4f}, {rewards}")
             show(textwrap.indent(completion.transcript, "  | "))
 
 

@@ -77,6 +77,7 @@ def step_line(run: Run, step: Step) -> dict[str, float]:
         metrics.maximum(f"time/{phase}", seconds)
     # Everything added so far is of this rank alone.
     reduced = metrics.reduce(run.world)
+    reduced["completions/min_length"] *= -1
     reduced["num_tokens"] = run.progress.num_tokens + int(reduced["num_tokens"])
     # The rate is the tokens of all ranks divided by the seconds of the slowest rank. A mean of the
     # ranks' rates would be another number.
@@ -142,7 +143,8 @@ def add_completions(groups: Sequence[Group], metrics: Accumulator) -> None:
     metrics.add("completions/mean_length", total, count)
     metrics.add("completions/clipped_ratio", num_truncated, count)
     metrics.maximum("completions/max_length", max(lengths))
-    metrics.minimum("completions/min_length", min(lengths))
+    # Negated, since ranks exchange maxima.
+    metrics.maximum("completions/min_length", -min(lengths))
     metrics.total("completion_tokens", total)
     metrics.total("num_tokens", num_tokens)
 

@@ -9,11 +9,11 @@ from grpo.distributed import World
 
 
 class Accumulator:
-    """Means, totals, minima and maxima of one step.
+    """Means, totals and maxima of one step.
 
     A mean is a pair (sum, count). Pairs are added over rows, micro-batches and ranks, and divided
     at the end, because a mean of means would give a short micro-batch the weight of a long one. A
-    mean without values is NaN, and a minimum or maximum without values is infinite.
+    mean without values is NaN, and a maximum without values is infinite.
     ``metrics.jsonl`` then has null, where a 0 would pass for a measured number.
     """
 
@@ -23,9 +23,7 @@ class Accumulator:
         self._totals: set[str] = set()
         """Names in ``_pairs`` that are reported as the sum, not as sum / count."""
         self._maxima: dict[str, float] = {}
-        """Name of a maximum -> largest value; name of a minimum -> negated smallest value."""
-        self._minima: set[str] = set()
-        """Names in ``_maxima`` that are minima. One collective reduces minima and maxima."""
+        """Name of a maximum -> largest value."""
 
     def add(
         self,
@@ -75,12 +73,6 @@ class Accumulator:
         previous = self._maxima.get(name, -math.inf)
         self._maxima[name] = max(value, previous)
 
-    def minimum(self, name: str, value: float) -> None:
-        """Set the minimum ``name`` to ``value`` if ``value`` is smaller. A rank without a value
-        passes infinity."""
-        self.maximum(name, -value)
-        self._minima.add(name)
-
     def reduce(self, world: World) -> dict[str, float]:
         """Return the metrics over all ranks, by one collective sum and one collective maximum.
 
@@ -109,8 +101,5 @@ class Accumulator:
             values = [self._maxima[name] for name in names]
             values = torch.tensor(values, dtype=torch.float64)
             maxima = world.max(values)
-            for name, value in zip(names, maxima.tolist(), strict=True):
-                if name in self._minima:
-                    value = -value
-                metrics[name] = value
+            metrics |= zip(names, maxima.tolist(), strict=True)
         return metrics

@@ -241,7 +241,8 @@ class Conversation:
         place = "".join(re.findall(r'File ".+", line \d+', answer.trace)[:1])
         report = f"{answer.error or message} {place}".rstrip()
         if method != "call" or (self.environment and is_lost):
-            self.failure = f"{method}: {report}"
+            # What a call was made with may be why it hung.
+            self.failure = f"{method}{arguments[:2]!r:.300}: {report}"
         # The model reads a message about the tool that does not mention worker processes.
         if answer.status == "timeout":
             message = f"no result within {limit_s:g} seconds"
@@ -443,11 +444,20 @@ class TurnsEngine:
             )
         # The warning comes once per run for each tool, since a broken tool fails in each step.
         calls = [call for conversation in conversations for call in conversation.calls]
+        unread = [m.get("name") for conversation in conversations for m in conversation.unread]
         for name in self.tools.key_of_tool:
             reports = [call.report for call in calls if call.name == name]
-            if reports and all(reports) and name not in self._reported_tools:
-                self._reported_tools.add(name)
-                self.warn(
-                    f"warning: all {len(reports)} calls of {name!r} failed or returned no text, "
-                    f"first with {reports[0][:300]}"
+            problem = ""
+            if reports and all(reports):
+                problem = (
+                    f"all {len(reports)} calls of {name!r} failed or returned no text, first with "
+                    f"{reports[0][:300]}"
                 )
+            elif name in unread:
+                problem = (
+                    f"a result of {name!r} did not fit, and ended its completion: "
+                    "rollout.max_tool_tokens cuts results"
+                )
+            if problem and name not in self._reported_tools:
+                self._reported_tools.add(name)
+                self.warn(f"warning: {problem}")

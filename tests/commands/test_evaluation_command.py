@@ -156,7 +156,7 @@ def test_a_reward_that_never_works_gives_no_accuracy(tmp_path, random_model):
     assert "RuntimeError: this reward is broken" in done.stderr
     assert (
         done.stderr.count(
-            "error: the reward that decides what is correct could score none of 13 completions"
+            "raises, which decides what is correct, has no value for any of 13 completions of an"
         )
         == 1
     )

@@ -202,6 +202,8 @@ if __name__ == "__main__":
         ({"dataloader_num_workers": 2, "logging_first_step": True}, {}, None),
         ({"report_to": ["mlflow"]}, {"logging.mlflow": None}, "report_to='mlflow'"),
         ({"generation_kwargs": {"stop_strings": "END"}}, {"rollout.stop": ["END"]}, None),
+        ({"generation_kwargs": {"min_p": 0.1, "do_sample": True}}, {"rollout.min_p": 0.1}, None),
+        ({"max_completion_length": None}, {}, "max_completion_length=None"),
         (
             {"model_init_kwargs": {"attn_implementation": "eager", "dtype": "float32"}},
             {"model.attn_implementation": "eager"},
@@ -264,15 +266,20 @@ def test_lora_and_rewards_of_trl(tmp_path, random_model):
     pytest.importorskip("trl", reason="needs TRL: pip install -e '.[bench]'")
     from peft import LoraConfig
     from trl import GRPOConfig
+    from trl.rewards import get_soft_overlong_punishment
 
     from examples import yaml_from_trl
 
-    args = GRPOConfig("runs/x", use_cpu=True, bf16=False, reward_weights=[1.0, 0.2])
+    args = GRPOConfig("runs/x", use_cpu=True, bf16=False, reward_weights=[1.0, 0.2, 0.1])
     found = yaml_from_trl.Translation()
     arguments = {
         "eval_dataset": [],
         "model": str(random_model),
-        "reward_funcs": [lambda completions: [0.0], "org/reward-model"],
+        "reward_funcs": [
+            lambda completions: [0.0],
+            "org/reward-model",
+            get_soft_overlong_punishment(100, 20),
+        ],
         "peft_config": LoraConfig(r=4, bias="all"),
     }
     yaml_from_trl.add_arguments(found, arguments, args, tmp_path / "train.py")
@@ -281,9 +288,15 @@ def test_lora_and_rewards_of_trl(tmp_path, random_model):
     assert found.keys["reward.functions"] == [
         {"name": "my_functions.py:reward_0", "weight": 1.0},
         {"name": "my_functions.py:reward_1", "weight": 0.2},
+        {
+            "name": "soft_overlong",
+            "args": {"max_length": 100, "cache_length": 20},
+            "weight": 0.1,
+        },
     ]
     assert "LoraConfig bias='all': no counterpart; biases are not trained" in found.left
     assert sum("write a function for" in line for line in found.left) == 2
+    assert not any("move the script's functions" in line for line in found.left)
     found = yaml_from_trl.Translation()
     yaml_from_trl.add_lora(found, LoraConfig(r=4), str(tmp_path / "missing"))
     assert found.left == ["lora.target_modules: all linear layers; peft takes some of them"]

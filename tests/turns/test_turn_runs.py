@@ -162,13 +162,14 @@ def test_a_run_stops_where_every_step_of_an_environment_fails(random_model, tmp_
     done = run_trainer(*arguments(random_model, tmp_path, *changes), check=False)
     before_failure, _, _ = USER.read_text().partition('["no such key"]')
     line = 1 + before_failure.count("\n")
-    failure = f"first with step: KeyError: 'no such key' File \"{USER}\", line {line}"
+    failure = f": KeyError: 'no such key' File \"{USER}\", line {line}"
     assert done.returncode
     assert "Traceback" not in done.stderr
     (number,) = re.findall(r"all (\d+) environments of this step have failed, ", done.stderr)
     assert 0 < int(number) < 24
-    assert failure in done.stderr
-    assert f"completions have failed, {failure}" in done.stdout
+    # With what the method was called: an action and a seed.
+    assert "have failed, first with step('" in done.stderr and failure in done.stderr
+    assert "completions have failed, first with step('" in done.stdout and failure in done.stdout
 
 
 @pytest.mark.parametrize(("num_cut", "stops"), [(12, False), (11, True)])

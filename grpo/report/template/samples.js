@@ -115,7 +115,7 @@ function card(sample, run, state, position) {
   for (const [name, value] of Object.entries(sample.rewards)) facts.append(chip(name, value, ...run.ranges[name]));
   const advantage = el("span", { class: "chip" }, "advantage " + formatSigned(sample.advantage));
   if (sample.advantage) shade(advantage, Math.abs(sample.advantage) / run.ranges.advantage, sample.advantage > 0 ? "var(--good)" : "var(--bad)");
-  facts.append(advantage, el("span", {}, `${sample.length} tokens, ${sample.finished ? "finished" : "truncated"}`));
+  facts.append(advantage, el("span", {}, `${sample.length} tokens, ${sample.stop_reason || (sample.finished ? "finished" : "truncated")}`));
   const node = el("article", { class: "sample" }, facts);
   const prompt = appendText(el("div", { class: "text" }), promptText(sample.prompt));
   node.append(el("details", { "data-key": "prompt " + position, open: position === 0 }, el("summary", {}, "Prompt"), prompt));
