@@ -58,8 +58,11 @@ def main(argv: list[str]) -> int:
         config, run_file = config_of_models(options.model, options.config, settings)
         is_asked_for = "eval.temperature" in " ".join(overrides)
         if config.eval.temperature == 0 and not is_asked_for:
-            temperature = f"eval.temperature={config.rollout.temperature}"
-            settings = [temperature, "eval.num_samples=8", *settings]
+            settings = [
+                f"eval.temperature={config.rollout.temperature}",
+                "eval.num_samples=8",
+                *settings,
+            ]
             config, run_file = config_of_models(options.model, options.config, settings)
         world = start_world(config.runtime)
         if run_file and world.is_main:

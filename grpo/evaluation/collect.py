@@ -173,7 +173,8 @@ def evaluate(
         raise UserError(
             f"{grade.correctness}, which decides what is correct, has no value for any of "
             f"{evaluation.num_unscored} completions of an evaluation "
-            f"(errors: {grade.errors or 'none'}). Without an error, it or get_reward returned "
-            "None, or environments failed (warnings above); eval.correctness names another reward"
+            f"(errors: {grade.errors or 'none of a reward function'}). Without one, it or "
+            "get_reward returned None, or environments failed: the warnings above. "
+            "eval.correctness names another reward"
         )
     return evaluation

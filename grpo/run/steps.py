@@ -96,8 +96,9 @@ def evaluate_if_due(run: Run) -> dict[str, float]:
     reporter = run.log.reporter
     problems = run.tasks.eval_problems
     # The limit of a rollout, which the try of the largest step may have lowered.
-    tokens_in_flight = run.sampler.sampling.tokens_in_flight
-    sampling = replace(eval_sampling(config), tokens_in_flight=tokens_in_flight)
+    sampling = replace(
+        eval_sampling(config), tokens_in_flight=run.sampler.sampling.tokens_in_flight
+    )
     num_rounds = 1 if sampling.is_greedy else 2  # greedy, and sampled
     total = num_rounds * len(world.local_rows(problems))
     seconds = {}

@@ -53,8 +53,8 @@ def print_summary(
         f"{run.max_steps} steps, {run.tasks.schedule.steps_per_epoch} in an epoch",
         f"algorithm {algorithm.name}: {algorithm.advantages or built_in}; {algorithm.objective}, "
         f"{algorithm.aggregation}, beta {algorithm.beta:g}, sampler correction "
-        f"{algorithm.sampler_correction}{f'; loop {algorithm.loop}' if algorithm.loop else ''}",
-        f"rewards   {', '.join(run.tasks.rewards.names)}",
+        f"{algorithm.sampler_correction}{f'; loop {algorithm.loop}' if algorithm.loop else ''}; "
+        f"rewards {', '.join(run.tasks.rewards.names)}",
         f"output    {config.output_dir}, checkpoint.save_steps={save_steps}, saved also at the "
         f"end, at Ctrl-C and SIGTERM; {how_to_continue(config)}",
         data_line(config.data, train, evaluation, len(eval_problems)),

@@ -23,18 +23,14 @@ def add_turns(
     num_tokens = 0
     num_turns = 0
     stop_reasons = []
-    called = []
-    failed = []
+    calls = []
     for group in groups:
         for completion in group.completions:
             count += 1
             num_tokens += len(completion.ids)
             num_turns += completion.num_turns
             stop_reasons.append(completion.stop_reason)
-            for call in completion.calls:
-                called.append(call.name)
-                if call.error:
-                    failed.append(call.name)
+            calls += completion.calls
     # The total length includes the answers of tools and environments. completions/mean_length
     # counts the tokens that the model wrote.
     metrics.add("completions/total_length", num_tokens, count)
@@ -46,6 +42,8 @@ def add_turns(
     if not tools:
         return
 
+    called = [call.name for call in calls]
+    failed = [call.name for call in calls if call.error]
     metrics.add("tools/call_frequency", len(called), count)
     metrics.add("tools/failure_frequency", len(failed), len(called))
     for name in tools:
