@@ -101,6 +101,7 @@ OTHER_DEFAULTS = ("num_train_epochs", "lr_scheduler_type", "gradient_checkpointi
 ALWAYS_SHOWN = ("algorithm.name", "algorithm.scale", "algorithm.beta", "rollout.prompts_per_step")
 """Keys that are printed even if their value is the default."""
 DEFAULTS = defaultdict(lambda: None, {each.name: each.default for each in fields(GRPOConfig)})
+"""TRL's name of a setting -> its default; None for a name that TRL has removed."""
 MAX_CHARACTERS = 1000
 """Prompts of this length have fewer tokens than data.max_prompt_length, unless it is set."""
 MOVED = "my_functions.py"
@@ -488,8 +489,10 @@ def add_arguments(
         else:
             left.append(f"{name}: {answer(name)}")
     functions = [entry["name"] for entry in keys.get("reward.functions", [])]
-    knows_answers = any(name.startswith("trl.rewards.accuracy_rewards:") for name in functions)
-    if "data.eval_dataset" in keys and len(functions) > 1 and not knows_answers:
+    accuracies = [name for name in functions if name.startswith("trl.rewards.accuracy_rewards:")]
+    if accuracies:
+        keys["eval.correctness"] = accuracies[0].rpartition(":")[2]
+    elif "data.eval_dataset" in keys and len(functions) > 1:
         left.append(
             f"eval.correctness: an evaluation counts as right what {functions[0]} gives more than "
             "eval.correct_above, 0; name the reward that checks answers"

@@ -261,6 +261,25 @@ def test_no_setting_is_lost_without_a_word(settings, expected, left):
         assert left in line
 
 
+def test_the_reward_that_decides_what_is_correct(tmp_path):
+    """TRL's accuracy_reward, also where it is not the first. Without one, a person has to say."""
+    script = """
+from trl.rewards import accuracy_reward
+
+def another(completions, **columns):
+    return [1.0 for _ in completions]
+
+if __name__ == "__main__":
+    args = GRPOConfig("runs/x", eval_strategy="steps", eval_steps=5)
+    rewards = [my_reward, REWARD]
+    GRPOTrainer("FOLDER", rewards, args, train_dataset=dataset, eval_dataset=dataset)
+"""
+    for reward, expected in [("accuracy_reward", "accuracy_reward"), ("another", None)]:
+        values, left = translated(tmp_path, script.replace("REWARD", reward))
+        assert values["eval"].get("correctness") == expected
+        assert any("right what train.py:my_reward gives" in line for line in left) != bool(expected)
+
+
 def test_lora_and_rewards_of_trl(tmp_path, random_model):
     """peft chooses two layers of this architecture. A lambda has no name, and keeps its weight."""
     pytest.importorskip("trl", reason="needs TRL: pip install -e '.[bench]'")
