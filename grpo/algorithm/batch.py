@@ -84,7 +84,7 @@ class Completion:
 
     @property
     def ending(self) -> str:
-        """How the completion ended, for a person."""
+        """Reason of the end, in a word for a person."""
         return "finished" if self.finished else "truncated"
 
     @property
@@ -131,7 +131,7 @@ class MultiTurnCompletion(Completion):
     rewards: tuple[float, ...] = ()
     """Reward of each turn. Empty if the environment gives no reward per turn."""
     unread: Sequence[dict[str, Any]] = ()
-    """The last replies, if they left no room for a turn: no message and no token has them."""
+    """Replies that left no room for another turn. Neither ``messages`` nor ``ids`` has them."""
     calls: tuple[ToolCall, ...] = ()
     """Tool calls of all turns."""
     environment: int | None = None

@@ -16,11 +16,11 @@ from typing import Any
 
 from grpo.system import first_line
 
-_NAMES = """
+_BUILTIN_NAMES = """
     accuracy format tag_groups pattern_answer exact_or_stripped soft_overlong countdown math_verify
     r1_zero reasoning_gym
 """
-BUILTIN_REWARDS = dict.fromkeys(_NAMES.split(), "grpo.rewards.builtin")
+BUILTIN_REWARDS = dict.fromkeys(_BUILTIN_NAMES.split(), "grpo.rewards.builtin")
 BUILTIN_REWARDS["python_tests"] = "grpo.rewards.code"
 """Name of a built-in reward -> the module that defines a function of that name. The module is
 imported when the reward is loaded."""

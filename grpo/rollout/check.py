@@ -68,8 +68,8 @@ def check_model(
         longest = window[1]
     batch = _short_batch(policy, longest)
     why_padded = (
-        "model.disable_dropout is false, as dropout needs it, also lora.dropout (without either, "
-        "true is the same, and faster)"
+        "model.disable_dropout is false, which dropout needs, lora.dropout too (if there is none, "
+        "true computes the same, and faster)"
     )
     with policy.precise_inference_mode() as bound:
         scorer.detect_plain_head(batch.sequence_ids_BS[:, :PROMPT_LENGTH])

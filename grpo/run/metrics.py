@@ -77,6 +77,7 @@ def step_line(run: Run, step: Step) -> dict[str, float]:
         metrics.maximum(f"time/{phase}", seconds)
     # Everything added so far is of this rank alone.
     reduced = metrics.reduce(run.world)
+    # The maximum of negated lengths.
     reduced["completions/min_length"] *= -1
     reduced["num_tokens"] = run.progress.num_tokens + int(reduced["num_tokens"])
     # The rate is the tokens of all ranks divided by the seconds of the slowest rank. A mean of the

@@ -301,6 +301,7 @@ def test_what_does_not_fit_ends_the_completion(policy):
     assert all(flood.loss_mask)
     # The answer is not appended.
     assert [m["role"] for m in flood.messages] == ["assistant"]
+    assert "a result of 'misbehave' did not fit" in play.warnings[0]
     # A person reads how it begins.
     unread = "[tool, not read: it did not fit] " + "0123456789" * 50
     assert flood.transcript.splitlines()[-1] == unread
@@ -379,6 +380,13 @@ def test_a_reset_that_fails_costs_its_rows_alone(policy):
     assert play.result.values == [[None], [None], [3.0], [None]]  # None of get_reward too
     assert len(play.warnings) == 1
     assert "ValueError: this row cannot be reset" in play.warnings[-1]
+    # Its text says so at the end, with what the reset got.
+    last_line = found[0].transcript.splitlines()[-1]
+    assert last_line.startswith(
+        "[environment failed] reset({'prompt': 'a', 'start': 'broken'},): Val"
+    )
+    assert found[0].facts.endswith(" tokens, failed")
+    assert "failed" not in found[2].transcript
 
 
 @pytest.mark.parametrize(

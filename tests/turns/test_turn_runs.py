@@ -102,18 +102,24 @@ def test_metrics_of_turns_by_hand(runs):
     """Those of the first step, counted from its completions."""
     rows = samples_of(runs[1], 1)
     line = next(line for line in lines(runs[1]) if line["step"] == 1)
-    num_sampled = 0
+    sampled_lengths = []
     num_tokens = 0
     num_turns = 0
     for row in rows:
         mask = row["sampled"] or [True] * len(row["token_ids"])
-        num_sampled += sum(mask)
+        sampled_lengths.append(sum(mask))
         num_tokens += len(mask)
         roles = [message["role"] for message in json.loads(row["messages"])]
         num_turns += roles.count("assistant")
         has_logprob = [value is not None for value in row["logprobs"]]
         assert has_logprob == mask
-    assert line["completions/mean_length"] == pytest.approx(num_sampled / len(rows))
+    mean_length = sum(sampled_lengths) / len(rows)
+    assert line["completions/mean_length"] == pytest.approx(mean_length)
+    # Also over several ranks.
+    for run in runs.values():
+        of_run = next(line for line in lines(run) if line["step"] == 1)
+        assert of_run["completions/min_length"] == min(sampled_lengths)
+        assert of_run["completions/max_length"] == max(sampled_lengths)
     assert line["completions/total_length"] == pytest.approx(num_tokens / len(rows))
     assert line["turns/mean"] == pytest.approx(num_turns / len(rows))
     assert num_turns > len(rows)
@@ -138,7 +144,8 @@ def test_killed_and_continued_with_the_same_bits(tmp_path, runs, random_model):
 def test_what_a_person_sees(runs, random_model, capsys, tmp_path):
     """The report has the masked tokens, chat and debug have the conversation with its roles."""
     assert report.main([str(runs[1]), "--output", str(tmp_path / "page.html")]) == 0
-    assert '"sampled":[' in (tmp_path / "page.html").read_text()
+    page = (tmp_path / "page.html").read_text()
+    assert '"sampled":[' in page and '"stop_reason":"length"' in page
     capsys.readouterr()
     assert (
         chat.main(["--model", str(runs[1] / "checkpoint-3"), "--prompt", "1+1=", "--samples", "2"])
