@@ -48,9 +48,7 @@ class Problem:
     @property
     def prompt_for_rewards(self) -> str | list[dict[str, str]]:
         """Prompt that reward functions get: ``reward_prompt`` or its default, ``prompt``."""
-        if self.reward_prompt is None:
-            return self.prompt
-        return self.reward_prompt
+        return self.prompt if self.reward_prompt is None else self.reward_prompt
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,10 @@ itself."""
 
 @command
 def main(argv: list[str]) -> None:
-    description = "Write one HTML file that shows a run or compares several."
-    parser = argparse.ArgumentParser(prog="python -m grpo.report", description=description)
+    parser = argparse.ArgumentParser(
+        prog="python -m grpo.report",
+        description="Write one HTML file that shows a run or compares several.",
+    )
     add = parser.add_argument
     add(
         "runs",

@@ -229,8 +229,7 @@ def read_yaml(text: str, source: str) -> Any:
         return yaml.load(text, Loader=_Loader)
     # Deeply nested brackets exhaust the parser's stack.
     except (yaml.YAMLError, RecursionError) as error:
-        problem = " ".join(str(error).split())
-        raise ConfigError(f"{source}: not valid YAML: {problem}") from None
+        raise ConfigError(f"{source}: not valid YAML: {' '.join(str(error).split())}") from None
 
 
 class _Loader(yaml.SafeLoader):

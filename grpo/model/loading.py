@@ -197,9 +197,9 @@ def load_policy(
         )
     # transformers gives missing weights random values, with no more than a warning.
     if report["missing_keys"]:
-        missing = min(report["missing_keys"])
         raise ValueError(
-            f"{base}: the files lack weights that config.json asks for: {missing} is missing"
+            f"{base}: the files lack weights that config.json asks for: "
+            f"{min(report['missing_keys'])} is missing"
         )
 
     if torch.device(device).type == "cuda":

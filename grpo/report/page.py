@@ -125,8 +125,10 @@ def _comparison_notes(runs: Sequence[RunData]) -> list[str]:
         }
     if not different:
         return []
-    listed = ", ".join(sorted(different))
-    return [f"The runs were evaluated differently, so these numbers do not compare: {listed}."]
+    return [
+        "The runs were evaluated differently, so these numbers do not compare: "
+        f"{', '.join(sorted(different))}."
+    ]
 
 
 def _run_entry(run: RunData) -> dict[str, Any]:

@@ -87,9 +87,9 @@ def reference_texts(answer: object) -> list[str]:
             continue
         if not isinstance(item, str | Number):
             place = " in a list" if items is answer else ""
-            kind = type(item).__name__
             raise ValueError(
-                f"a reference answer is text, a number or a list of these, not a {kind}{place}"
+                "a reference answer is text, a number or a list of these, not a "
+                f"{type(item).__name__}{place}"
             )
         text = str(item)
         # A missing value may be NaN, which is not equal to itself.

@@ -138,19 +138,23 @@ def check_values(values: Any, num_rows: int) -> list[float | None]:
     expected = f"expected a list of {num_rows} values, each a float or None, one per completion"
     # Text and generators can be iterated over, but are surely a mistake of the reward.
     if not isinstance(values, list | tuple):
-        kind = type(values).__name__
-        raise RewardContractError(f"returned a {kind}: {values!r:.100}; {expected}")
+        raise RewardContractError(
+            f"returned a {type(values).__name__}: {values!r:.100}; {expected}"
+        )
     if len(values) != num_rows:
-        numbers = f"{len(values)} values for {num_rows} completions"
-        raise RewardContractError(f"returned {numbers}: {values!r:.100}; {expected}")
+        raise RewardContractError(
+            f"returned {len(values)} values for {num_rows} completions: {values!r:.100}; {expected}"
+        )
 
     rewards = []
     for row, value in enumerate(values):
         number = math.nan if value is None else _as_float(value)
         # A larger number becomes infinity in fp32, and the advantages of its group become NaN.
         if abs(number) > MAX_REWARD:
-            wrong = f"{value!r:.100} of type {type(value).__name__}"
-            raise RewardContractError(f"returned {wrong} for completion {row}; {expected}")
+            raise RewardContractError(
+                f"returned {value!r:.100} of type {type(value).__name__} for completion {row}; "
+                f"{expected}"
+            )
         rewards.append(None if math.isnan(number) else number)
     return rewards
 

@@ -182,9 +182,9 @@ def check_rows(
 def _check_reference(value: object) -> None:
     # No answer equals a mapping or the text of a list, so every reward would be 0.
     if isinstance(value, Mapping):
-        keys = ", ".join(map(str, value))
         raise ValueError(
-            f"a mapping is no answer: data.answer_column=COLUMN.KEY takes one of its keys, {keys}"
+            "a mapping is no answer: data.answer_column=COLUMN.KEY takes one of its keys, "
+            f"{', '.join(map(str, value))}"
         )
     if isinstance(value, str) and re.fullmatch(_LIST_AS_TEXT, value):
         raise ValueError(

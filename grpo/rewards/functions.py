@@ -266,14 +266,13 @@ def check_arguments(spec: str, function: Callable, args: Mapping[str, Any]) -> N
     have the type of its default, or the annotated type if the default is None or missing.
     """
     info = FunctionInfo(function, args)
-    takes_other_names = info.has_kwargs and not info.is_builtin
     for name, value in args.items():
         what = f"reward {spec!r}: {name}"
-        is_other_name = takes_other_names and name not in TRAINER_ARGUMENTS
-        if name not in info.configurable and not is_other_name:
-            names = ", ".join(info.configurable)
+        is_other_name = info.has_kwargs and name not in TRAINER_ARGUMENTS
+        if name not in info.configurable and (info.is_builtin or not is_other_name):
             raise ValueError(
-                f"reward {spec!r} has no argument {name!r} for its args; it has {names}"
+                f"reward {spec!r} has no argument {name!r} for its args; it has "
+                f"{', '.join(info.configurable)}"
             )
         # Only the user knows which values a function of the user takes.
         if not info.is_builtin:

@@ -21,8 +21,7 @@ def show_step(run: Run, step: Step) -> None:
     show(f"\n--- step {step.number + 1} ---")
     for name, tensor in vars(batch).items():
         if isinstance(tensor, Tensor):
-            shape = tuple(tensor.shape)
-            show(f"  {name:22} {shape!s:12} {tensor.dtype} {tensor.device}")
+            show(f"  {name:22} {tuple(tensor.shape)!s:12} {tensor.dtype} {tensor.device}")
             assert tensor.isfinite().all(), f"{name} is not finite"
     show("checked   all values are finite")
 

@@ -156,11 +156,7 @@ def add_outcome(
         metrics.total(f"rewards/{name}/errors", count)
     for name, pair in result.metrics.items():
         metrics.add(LOGGED_PREFIX + name, *pair)
-    first_failures = [
-        failure
-        for failures_of_rank in world.gather_objects(failures[:1])
-        for failure in failures_of_rank
-    ]
+    first_failures = list(filter(None, world.gather_objects(failures[:1])))
     if not is_checked:
         return
 
@@ -169,7 +165,7 @@ def add_outcome(
     all_failed = num_failed_environments == num_environments
     if all_failed and num_failed_environments > num_scored:
         what = f"all {num_failed_environments} environments of this step have failed"
-        raise UserError(f"{what}, first with {first_failures[0]}")
+        raise UserError(f"{what}, first with {first_failures[0][0]}")
     for name, count in zip(result.names, num_failed, strict=True):
         if num_scored and count == num_scored:
             # The runner has printed the whole traceback.

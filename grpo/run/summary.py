@@ -42,6 +42,7 @@ def print_summary(
     model = run.learner.policy.model
     save_steps = config.checkpoint.save_steps or "none"
     eval_problems = run.tasks.eval_problems
+    tools = run.tasks.tools
     millions = num_parameters(model) / 1e6
     trained = num_parameters(model, trained=True) / 1e6
     built_in = f"baseline {algorithm.baseline}, scale {algorithm.scale}"
@@ -58,7 +59,9 @@ def print_summary(
         f"output    {config.output_dir}, checkpoint.save_steps={save_steps}, saved also at the "
         f"end, at Ctrl-C and SIGTERM; {how_to_continue(config)}",
         data_line(config.data, train, evaluation, len(eval_problems)),
-        run.tasks.tools and f"tools     {', '.join(run.tasks.tools.key_of_tool) or 'none to call'}",
+        tools
+        and "tools     "
+        f"{', '.join(tools.key_of_tool) or 'none: no method is public, or turns are actions'}",
         *train.notes,
         *warnings_of(config, train.problems, eval_problems),
     ]
@@ -74,9 +77,9 @@ def print_summary(
         lines.append(f"note      {why_padded}: scoring computes each prompt once per completion")
     if checkpoint:
         # The schedule follows from max_steps, so that another max_steps changes the rate.
-        rate = run.learner.lr_schedule.get_last_lr()[0]
         lines.append(
-            f"resuming  {checkpoint} at step {run.progress.step}, learning rate {rate:.3g}"
+            f"resuming  {checkpoint} at step {run.progress.step}, learning rate "
+            f"{run.learner.lr_schedule.get_last_lr()[0]:.3g}"
         )
     for line in filter(None, lines):
         run.log.reporter.print(line)

@@ -21,12 +21,14 @@ import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 from grpo.algorithm.batch import Completion, Group, MultiTurnCompletion, Problem, ToolCall
 from grpo.algorithm.seeding import derive_seed
 from grpo.config import Config
 from grpo.data import Rows, make_problems
+from grpo.data.chat import conversation
 from grpo.data.tiny import is_tiny_tokenizer
 from grpo.model import Policy
 from grpo.rewards.calls import ENVIRONMENT_KEY
@@ -214,9 +216,9 @@ class Conversation:
         # TRL writes errors in the same form.
         content = str({"error": error} if error else answer.value)
         report = answer.error or error
-        # A forgotten `return`, or an object that Python prints by its address.
-        if not error and (content == "None" or " object at 0x" in content):
-            report = f"the result {content}"
+        # A forgotten `return`, bytes, or an object that Python prints by its address.
+        if not error and re.search(r"^(None|b['\"].*)?$| object at 0x", content):
+            report = f"the result {content!r}"
         self.calls.append(ToolCall(name, error, report))
         return {"role": "tool", "name": name, "content": content}
 
@@ -239,7 +241,7 @@ class Conversation:
         is_lost = answer.is_worker_lost or isinstance(answer.value, UserError)
         # The user reads this text, so it names the line where the user's code was called.
         place = "".join(re.findall(r'File ".+", line \d+', answer.trace)[:1])
-        report = f"{answer.error or message} {place}".rstrip()
+        report = f"{answer.error or message}, {place}".rstrip(", ")
         if method != "call" or (self.environment and is_lost):
             # What a call was made with may be why it hung. The last argument is a seed.
             self.failure = f"{method}{arguments[:-1]!r:.300}: {report}"
@@ -367,6 +369,17 @@ class TurnsEngine:
         if not is_tiny_tokenizer(self.policy.tokenizer):
             for note in notes:
                 self.warn(note)
+        # The model would copy from an example a call that is none in this run.
+        for turn, answer in pairwise(conversation("", tools.config.data)):
+            is_call = turn["role"] == "assistant" and answer["role"] == "tool"
+            # The chat template writes `tool_calls` in the form that it shows the model.
+            if is_call and "tool_calls" not in turn:
+                _, calls = self.turn_format.read(turn["content"], tools.schemas)
+                if not tools.key_of_tool.keys() & dict(calls):
+                    self.warn(
+                        f"warning: data.few_shot calls no tool of this run in "
+                        f"{turn['content']!r:.200}: the tools are {', '.join(tools.key_of_tool)}"
+                    )
 
     def close(self) -> None:
         self.tools.close()

@@ -154,7 +154,7 @@ class TurnFormat:
 
     def _encode(self, text: str) -> list[int]:
         with self._lock:
-            return self.tokenizer.encode(text, add_special_tokens=False)
+            return self.tokenizer.encode(text, add_special_tokens=False, verbose=False)
 
     def read(self, text: str, schemas: Schemas) -> tuple[Message, list[Call]]:
         """Return the message of a turn, and the tool calls in the turn.

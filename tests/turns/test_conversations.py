@@ -223,10 +223,10 @@ def test_good_and_bad_calls(policy):
         assert c.num_turns == 3
     # The tools most of whose calls have failed.
     warning, of_another = play.warnings
-    assert of_another.startswith("warning: 4 of 7 calls of 'misbehave' failed or returned no text")
+    assert of_another.startswith("warning: 5 of 7 calls of 'misbehave' failed or returned no text")
     assert warning.startswith(
         "warning: 1 of 1 calls of 'calculator' failed or returned no text, first with ValueError: the "
-        "power is too large "
+        "power is too large, File "
     )
     assert "grpo/turns/builtin.py" in warning
     assert results(several) == ["2", "B", "1"]
@@ -236,7 +236,12 @@ def test_good_and_bad_calls(policy):
 
 @pytest.mark.parametrize(
     ("how", "read"),
-    [("nothing", "None"), ("object", "[<object object at 0x")],
+    [
+        ("nothing", "None"),
+        ("object", "[<object object at 0x"),
+        ("bytes", "b'"),
+        ("empty", ""),
+    ],
 )
 def test_a_tool_that_returns_no_text_is_told(policy, how, read):
     """The model reads it, and no call has failed."""
@@ -244,7 +249,32 @@ def test_a_tool_that_returns_no_text_is_told(policy, how, read):
     assert results(c)[0].startswith(read)
     assert not c.calls[0].error
     (warning,) = play.warnings
-    assert f"'misbehave' failed or returned no text, first with the result {read}" in warning
+    assert "'misbehave' failed or returned no text, first with the result " in warning
+    assert repr(results(c)[0])[:200] in warning
+
+
+def test_calls_of_few_shot_that_are_none_in_this_run_are_told(policy):
+    def example(*turns):
+        return {"prompt": "q", "completion": list(turns)}
+
+    def said(content, **keys):
+        return {"role": "assistant", "content": content} | keys
+
+    result = {"role": "tool", "content": "2"}
+    structured = {"type": "function", "function": {"name": "calculator", "arguments": {}}}
+    wrong = ["<calculate>1+1</calculate>", '<tool_call>{"name": "calc"}</tool_call>']
+    few_shot = [
+        example(said("<calculator>1+1</calculator>"), result, result, said("2")),
+        example(said("", tool_calls=[structured]), result, said("2")),
+        example(said(wrong[0]), said("2")),
+        *[example(said(content), result, said("2")) for content in wrong],
+    ]
+    play(policy, [["done"]], f"data.few_shot={few_shot}", "tools=[calculator, python]")
+    assert play.warnings == [
+        f"warning: data.few_shot calls no tool of this run in {content!r}: the tools are "
+        "calculator, python"
+        for content in wrong
+    ]
 
 
 @pytest.mark.parametrize(

@@ -169,7 +169,7 @@ def test_a_run_stops_where_every_step_of_an_environment_fails(random_model, tmp_
     done = run_trainer(*arguments(random_model, tmp_path, *changes), check=False)
     before_failure, _, _ = USER.read_text().partition('["no such key"]')
     line = 1 + before_failure.count("\n")
-    failure = f": KeyError: 'no such key' File \"{USER}\", line {line}"
+    failure = f": KeyError: 'no such key', File \"{USER}\", line {line}"
     assert done.returncode
     assert "Traceback" not in done.stderr
     (number,) = re.findall(r"all (\d+) environments of this step have failed, ", done.stderr)
