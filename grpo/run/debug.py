@@ -67,8 +67,7 @@ def check_update(learner: Learner, metrics: Accumulator) -> None:
     tolerance = 1e-5 if learner.config.runtime.precision == "fp32" else 1e-2
     for name, value in expected.items():
         mean = means[name]
-        fact = f"{name} of the first update: {mean:.6f}"
-        # If no completion has an advantage, no ratio was computed. The mean is then NaN, and
-        # passes.
+        fact = f"{name} of the first update: {mean:.6f}{'' if mean == mean else ': no advantages'}"
+        # If all advantages are 0, no ratio was computed. The mean is then NaN, and passes.
         assert not abs(mean - value) > tolerance, f"{fact}, not {value}"
         learner.reporter.print(fact)

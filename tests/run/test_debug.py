@@ -1,5 +1,7 @@
 """What ``--debug`` checks and prints."""
 
+import math
+
 import pytest
 from conftest import small_run
 
@@ -27,6 +29,10 @@ def test_the_first_update_begins_at_ratio_1_and_kl_0(capsys, tmp_path, random_mo
         check(5.0, 0.0)
     with pytest.raises(AssertionError, match=r"kl of the first update: 0\.500000, not 0"):
         check(4.0, 2.0)
+
+    # All advantages are 0: nothing was computed, and there is nothing to check.
+    check(math.nan, math.nan)
+    assert "ratio of the first update: nan: no advantages\n" in capsys.readouterr().out
 
     # From the second update on both may have any value.
     for parameter in run.learner.policy.model.parameters():
