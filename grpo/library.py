@@ -280,8 +280,7 @@ def _read_settings(config: Any, settings: dict[str, Any], values: dict[str, Any]
         if name.split(".")[0] in Config.model_fields:
             valid_settings[name] = value
         else:
-            mistake = unknown_key(name, valid_names)
-            mistakes.append(f"train(): {mistake}")
+            mistakes.append(f"train(): {unknown_key(name, valid_names)}")
     # The valid settings are checked too, so that the user sees all mistakes at once.
     try:
         checked = make_config(config, valid_settings, values)
@@ -309,8 +308,10 @@ def _reward_entries(functions: Any, objects: dict[str, Any]) -> list[dict[str, A
         try:
             json.dumps(entry.get("args"))
         except TypeError as error:
-            reason = f"reward_functions: config.yaml cannot hold its args: {error}"
-            raise ConfigError(f"{reason}; functools.partial can") from None
+            raise ConfigError(
+                "reward_functions: config.yaml cannot hold its args: "
+                f"{error}; functools.partial can"
+            ) from None
         if "name" in entry:
             entry["name"] = _name_of(entry["name"], objects)
         entries.append(entry)

@@ -282,11 +282,10 @@ def _check(rewards_PG: Tensor, baseline: str, scale: str) -> None:
         raise ValueError(f"rewards must be finite or NaN, got {rewards_PG.tolist()}")
     # A negative mean would flip the sign of all advantages of a group.
     if scale == "mean" and (rewards_PG < 0).any():
-        lowest = rewards_PG.nan_to_num().min().item()
         raise ValueError(
             "algorithm.scale=mean (MaxRL) divides by the mean reward of a group, so rewards must "
-            f"not be negative, got {lowest:g}: change the rewards or their weights, or take "
-            "algorithm.scale=group"
+            f"not be negative, got {rewards_PG.nan_to_num().min():g}: change the rewards or "
+            "their weights, or take algorithm.scale=group"
         )
 
 

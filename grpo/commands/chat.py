@@ -69,7 +69,7 @@ def main(argv: list[str]) -> None:
                 # Missing columns are reported before the model is loaded, which may take minutes.
                 rewards.check(columns, "the options --column")
             except ValueError as error:
-                if columns:
+                if columns or config.environment:
                     raise
                 print(f"note: not scored: {error}")
                 rewards = None

@@ -56,8 +56,10 @@ def main(argv: list[str]) -> None:
                 print(printable(line))
             # Evaluation prompts that are also training prompts make the accuracy too high.
             if training_problems is not None:
-                shared = count_shared_prompts(training_problems, problem_set.problems)
-                print(f"also training prompts: {shared}")
+                print(
+                    "also training prompts: "
+                    f"{count_shared_prompts(training_problems, problem_set.problems)}"
+                )
             training_problems = problem_set.problems
 
 

@@ -62,8 +62,9 @@ def main(argv: list[str]) -> None:
                 break
             time.sleep(RELOAD_S)
     runs = _write(options, output, None)  # this page reloads itself no more
-    megabytes = output.stat().st_size / 1e6
-    print(f"{output}: {len(runs)} run(s), {megabytes:.1f} MB; open it in a browser")
+    print(
+        f"{output}: {len(runs)} run(s), {output.stat().st_size / 1e6:.1f} MB; open it in a browser"
+    )
 
 
 def _write(

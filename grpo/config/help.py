@@ -58,12 +58,9 @@ def help_text(model: type[BaseModel], words: Sequence[str] = ()) -> str:
     for key, field in keys.items():
         if words and not any(word in key for word in words):
             continue
-        type_text = type_name(field.annotation)
-        default_text = as_yaml(field.default)
+        lines.append(f"{key}  ({type_name(field.annotation)}; default {as_yaml(field.default)})")
         # The description is the docstring under the key, which is wrapped in the source.
-        meaning = " ".join(field.description.split())
-        lines.append(f"{key}  ({type_text}; default {default_text})")
-        lines.append(f"    {meaning}")
+        lines.append(f"    {' '.join(field.description.split())}")
     if not lines:
         raise ValueError(f"--help: {unknown_key(words[0], list(keys))}")
     return "\n".join(lines)

@@ -106,10 +106,10 @@ def make_problems(
             )
     if not problems:
         # The shortest prompt shows how much the limit must be raised.
-        shortest = min(lengths, default=0)
         raise ValueError(
             f"all {len(ids)} prompts of {rows.source} are longer than data.max_prompt_length="
-            f"{config.max_prompt_length} tokens or empty: the shortest has {shortest}"
+            f"{config.max_prompt_length} tokens or empty: the shortest has "
+            f"{min(lengths, default=0)}"
         )
     return ProblemSet(
         problems,

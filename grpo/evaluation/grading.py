@@ -107,13 +107,14 @@ class Grader:
 
 def correctness_note(config: EvalConfig, names: Sequence[str]) -> str | None:
     """Return a note that names the reward that decides what is correct. The note is None if
-    ``eval.correctness`` is set or a reward is known to check answers."""
-    if config.correctness or set(names) & set(ANSWER_CHECKERS):
+    ``eval.correctness`` or ``eval.correct_above`` is set or a reward is known to check answers."""
+    is_set = "correct_above" in config.model_fields_set
+    if is_set or config.correctness or set(names) & set(ANSWER_CHECKERS):
         return None
-    rule = f"evaluations count a completion as correct if {names[0]} > {config.correct_above:g}"
     return (
-        f"note: no reward is known to check answers, so {rule}; "
-        "eval.correct_above=NUMBER sets another bar, eval.correctness=REWARD another reward"
+        "note: no reward is known to check answers, so evaluations count a completion as correct "
+        f"if {names[0]} > {config.correct_above:g}; eval.correct_above=NUMBER sets another bar, "
+        "eval.correctness=REWARD another reward"
     )
 
 

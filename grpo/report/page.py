@@ -76,10 +76,9 @@ def build_page(runs: Sequence[RunData], *, reload_s: int | None = None) -> str:
     script = "".join(map(_template, SCRIPTS))
     script = f'(function () {{\n"use strict";\n{script}}})();\n'
     digest = hashlib.sha256(script.encode()).digest()
-    script_hash = base64.b64encode(digest).decode()
     policy = (
         "default-src 'none'; style-src 'unsafe-inline'; img-src data:; "
-        f"script-src 'sha256-{script_hash}'"
+        f"script-src 'sha256-{base64.b64encode(digest).decode()}'"
     )
     title = printable("GRPO: " + ", ".join(names))
     parts = {

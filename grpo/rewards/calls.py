@@ -219,4 +219,7 @@ class LoadedReward:
             return self._objects[ENVIRONMENT_KEY].slots[row]
         except KeyError:
             # The process that had the environment was killed, and this process is a new one.
-            raise RuntimeError("its environment was in a worker process that was killed") from None
+            raise RuntimeError(
+                "its environment was in a worker process that was killed: the warnings above say "
+                "which method took too long or ended it"
+            ) from None

@@ -437,8 +437,9 @@ class RewardRunner(contextlib.AbstractContextManager):
             for call, answer in zip(calls, answers, strict=True):
                 # The mistake is in the function and not in a row, so no smaller call would help.
                 if isinstance(answer.value, RewardContractError):
-                    name = self.names[call.function]
-                    raise RewardContractError(f"reward {name!r} {answer.value}")
+                    raise RewardContractError(
+                        f"reward {self.names[call.function]!r} {answer.value}"
+                    )
                 if answer.status in ("timeout", "died"):
                     scoring.lost_levels[call.function].append(call.level)
                 scoring.answers[call] = answer

@@ -71,8 +71,10 @@ def print_result(run: Run) -> None:
         )
     best = run.progress.best
     if best:
-        value = f"{run.config.checkpoint.keep_best} {best['value']:.4g}"
-        show(f"best      {output}/checkpoint-{best['step']}, {value}")
+        show(
+            f"best      {output}/checkpoint-{best['step']}, {run.config.checkpoint.keep_best} "
+            f"{best['value']:.4g}"
+        )
     for hint in run.log.reporter.hints.verdict().values():
         show(f"at end    {hint}")
 

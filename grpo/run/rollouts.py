@@ -164,13 +164,15 @@ def add_outcome(
     # completions were cut, the few environments that acted may have failed by chance.
     all_failed = num_failed_environments == num_environments
     if all_failed and num_failed_environments > num_scored:
-        what = f"all {num_failed_environments} environments of this step have failed"
-        raise UserError(f"{what}, first with {first_failures[0][0]}")
+        raise UserError(
+            f"all {num_failed_environments} environments of this step have failed, first with "
+            f"{first_failures[0][0]}"
+        )
     for name, count in zip(result.names, num_failed, strict=True):
         if num_scored and count == num_scored:
             # The runner has printed the whole traceback.
-            what = f"reward {name!r} failed on all {count} completions of this step"
             raise UserError(
-                f"{what}: {result.first_errors.get(name, 'on another rank')} "
+                f"reward {name!r} failed on all {count} completions that it got in this step: "
+                f"{result.first_errors.get(name, 'on another rank')} "
                 "(docs/rewards.md; for chats, completions are messages)"
             )

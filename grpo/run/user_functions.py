@@ -165,8 +165,7 @@ def _described(key: str, name: str, files: dict[str, str]) -> Iterator[None]:
     except Exception as error:  # the user's function may raise anything
         # The last file defines the function: the message names the line there.
         file = next(reversed(files.values()), "")
-        description = describe_error(error, file)
-        raise ValueError(f"{key}={name}{description}") from error
+        raise ValueError(f"{key}={name}{describe_error(error, file)}") from error
 
 
 def _load(algorithm: AlgorithmConfig, key: str, files: dict[str, str]) -> Any:

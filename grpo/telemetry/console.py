@@ -43,13 +43,11 @@ def console_line(metrics: dict[str, Any], max_steps: int) -> str:
     parts = [f"step {_place(step, max_steps)}"]
     for name, label, number_format in columns:
         if name in metrics:
-            number = number_format.format(metrics[name])
-            parts.append(f"{label} {number}")
+            parts.append(f"{label} {number_format.format(metrics[name])}")
     # The time left assumes that all steps take as long as this one, and counts no evaluations.
     num_left = max_steps - step
     if num_left and "step_time" in metrics:
-        time_left = tqdm.format_interval(num_left * metrics["step_time"])
-        parts.append(f"left {time_left}")
+        parts.append(f"left {tqdm.format_interval(num_left * metrics['step_time'])}")
     return "  ".join(parts)
 
 
@@ -63,8 +61,7 @@ def evaluation_line(metrics: dict[str, Any], max_steps: int) -> str:
     """Return the line of an evaluation, such as ``eval 50/150 greedy accuracy 98.5% ...``."""
     parts = [f"eval {_place(metrics['step'], max_steps)}"]
     for name in _console_names(metrics):
-        value = evaluation_text(name, metrics[name])
-        parts.append(f"{_label(name)} {value}")
+        parts.append(f"{_label(name)} {evaluation_text(name, metrics[name])}")
     return "  ".join(parts)
 
 
@@ -77,10 +74,9 @@ def evaluation_table(
     before = before or {}
     rows = [f"{'':28}{'before':>10}{'after':>10}"]
     for name in _console_names(after):
-        label = _label(name)
         value_before = evaluation_text(name, before.get(name))
         value_after = evaluation_text(name, after[name])
-        rows.append(f"{label:28}{value_before:>10}{value_after:>10}")
+        rows.append(f"{_label(name):28}{value_before:>10}{value_after:>10}")
     return "\n".join(rows)
 
 
@@ -107,14 +103,14 @@ def _console_names(metrics: dict[str, Any]) -> list[str]:
     """Return the names of an evaluation's metrics that the console shows.
 
     The console shows only the accuracy of greedy decoding, and pass@k only for the largest k. A
-    form (tags, a number at the end) that no completion has is left out where completions are right
-    without it: the task asks for none.
+    form (tags, a number at the end) that no completion has is left out, since most tasks ask for
+    none.
     """
     names = {}
     for name in metrics:
         is_hidden = name.startswith("eval/greedy_") and name != "eval/greedy_accuracy"
         is_form = name in ("eval/format", "eval/lenient_accuracy")
-        is_unasked = is_form and metrics["eval/greedy_accuracy"] and not metrics[name] > 0
+        is_unasked = is_form and not metrics[name] > 0
         if name.startswith("eval/") and not is_hidden and not is_unasked:
             # All pass@k have the same key here. A larger k comes later, and replaces the others.
             kind, at, _ = name.partition("pass@")

@@ -28,7 +28,7 @@ def read_tags(text: str, schemas: Schemas) -> list[Call]:
     Read ``<NAME>..</NAME>``, too, where NAME is the name of a tool. The content is the argument as
     plain text if the tool has one argument, else a JSON object of the arguments.
     """
-    parameters = _parameters_by_tool(schemas)
+    parameters = parameters_by_tool(schemas)
     # Only the names of tools are tags: other tags, such as <answer>, belong to the text.
     names = "|".join(map(re.escape, [CALL_TAG, *parameters]))
     calls = []
@@ -64,7 +64,7 @@ def read_xml(text: str, schemas: Schemas) -> list[Call]:
 
     The call is inside ``<tool_call>..</tool_call>``. Qwen3.5 and Nemotron 3 write the same form.
     """
-    parameters = _parameters_by_tool(schemas)
+    parameters = parameters_by_tool(schemas)
     calls = []
     for _, block in _blocks(text, f"<({CALL_TAG})>", "</{}>"):
         for name, body in _blocks(block, r"<function=([^<>\s]+)>", "</function>"):
@@ -137,7 +137,7 @@ def _blocks(
     return blocks
 
 
-def _parameters_by_tool(schemas: Schemas) -> dict[str, dict[str, Any]]:
+def parameters_by_tool(schemas: Schemas) -> dict[str, dict[str, Any]]:
     """Return the schemas of all arguments: name of a tool -> name of an argument -> schema."""
     parameters = {}
     for schema in schemas:

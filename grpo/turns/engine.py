@@ -35,7 +35,7 @@ from grpo.rewards.calls import ENVIRONMENT_KEY
 from grpo.rollout import Engine, SamplingParams, Stops
 from grpo.rollout.interface import ROWS_PER_CALL
 from grpo.system import UserError
-from grpo.turns.calls import Arguments, Call
+from grpo.turns.calls import Arguments, Call, parameters_by_tool
 from grpo.turns.format import Message, TurnFormat
 from grpo.turns.sessions import as_reward, as_text
 from grpo.turns.tools import Tools
@@ -365,20 +365,37 @@ class TurnsEngine:
         """
         tools = self.tools
         notes = self.turn_format.check(uses_tools=not tools.is_stepped, schemas=tools.schemas)
+        messages = conversation("", tools.config.data)
         # The built-in tiny model learned its calls in a warm start, so its template shows no tools.
-        if not is_tiny_tokenizer(self.policy.tokenizer):
-            for note in notes:
-                self.warn(note)
+        is_told = is_tiny_tokenizer(self.policy.tokenizer) or any(
+            name in str(messages) for name in tools.key_of_tool
+        )
+        for note in [] if is_told else notes:
+            self.warn(note)
+        shared = tools.environment and tools.environment.shared_attributes
+        if shared:
+            self.warn(
+                f"warning: environments share {', '.join(shared)} of their class: what one "
+                "completion changes there, others see (self.NAME = .. in reset makes its own)"
+            )
+
         # The model would copy from an example a call that is none in this run.
-        for turn, answer in pairwise(conversation("", tools.config.data)):
+        parameters = parameters_by_tool(tools.schemas)
+        for turn, answer in pairwise(messages):
             is_call = turn["role"] == "assistant" and answer["role"] == "tool"
             # The chat template writes `tool_calls` in the form that it shows the model.
             if is_call and "tool_calls" not in turn:
                 _, calls = self.turn_format.read(turn["content"], tools.schemas)
-                if not tools.key_of_tool.keys() & dict(calls):
+                wrong = [
+                    name
+                    for name, arguments in calls
+                    if name not in parameters or set(arguments) - parameters[name].keys()
+                ]
+                if wrong or not calls:
                     self.warn(
-                        f"warning: data.few_shot calls no tool of this run in "
-                        f"{turn['content']!r:.200}: the tools are {', '.join(tools.key_of_tool)}"
+                        f"warning: data.few_shot has no call of this run in "
+                        f"{turn['content']!r:.200}: the tools and their arguments are "
+                        f"{ {name: [*arguments] for name, arguments in parameters.items()} }"
                     )
 
     def close(self) -> None:
@@ -465,7 +482,7 @@ class TurnsEngine:
             if reports.count("") < len(reports) / 2:
                 problem = (
                     f"{len(reports) - reports.count('')} of {len(reports)} calls of {name!r} "
-                    f"failed or returned no text, first with {next(filter(None, reports))[:300]}"
+                    f"went wrong, first with {next(filter(None, reports))[:300]}"
                 )
             elif name in unread:
                 problem = (

@@ -104,10 +104,13 @@ class TurnFormat:
                     "it writes: set tools_format=tags, and say in data.system_prompt that a call "
                     'is <tool_call>{"name": .., "arguments": {..}}</tool_call>'
                 )
-        elif schemas:
+        elif uses_tools:
             return [
-                "note: the chat template does not show the tools: data.system_prompt or "
-                "data.few_shot must, if yours do not yet"
+                "note: the chat template does not show the tools, and data.system_prompt and "
+                "data.few_shot name none of them: one of these must"
+                if schemas
+                else "warning: the model can call nothing, and has one turn: the environment has "
+                "no public method besides reset and get_reward"
             ]
         return []
 

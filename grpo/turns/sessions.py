@@ -14,7 +14,7 @@ import contextlib
 import inspect
 import math
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +46,8 @@ class Description:
     """True if the environment gives a reward."""
     needed_columns: frozenset[str] = frozenset()
     """Names of the columns without which ``reset`` cannot run."""
+    shared_attributes: Sequence[str] = ()
+    """Names of attributes of the class that hold state, which all environments share."""
 
 
 class LoadedTool:
@@ -146,6 +148,12 @@ class LoadedEnvironment:
             is_stepped,
             has_reward=is_stepped or has_reward,
             needed_columns=_needed_arguments(environment.reset) - {"prompt", "seed"},
+            shared_attributes=[
+                name
+                for name, _ in inspect.getmembers(type(environment), _has_state)
+                # Names in capitals are constants.
+                if not (name.startswith("__") or name.isupper())
+            ],
         )
 
     def reset(self, slot: int, row: dict[str, Any], seed: int) -> Any:
@@ -244,6 +252,11 @@ def set_seed(seed: int) -> None:
 
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
+
+
+def _has_state(value: Any) -> bool:
+    """True for a list, a mapping, and other values that may change, and for a connection."""
+    return value.__hash__ is None or hasattr(value, "close")
 
 
 def _is_stepped(environment: Any) -> bool:

@@ -68,7 +68,8 @@ def test_the_table_of_evaluations_shows_what_was_computed():
     [
         (0.5, 0.0, 0.0, []),  # right without tags and numbers
         (0.5, 0.0, float("nan"), []),
-        (0.0, 0.0, 0.0, ["format 0.0%", "lenient accuracy 0.0%"]),
+        (0.0, 0.0, 0.0, []),  # most tasks ask for no form
+        (0.0, 0.0, 0.25, ["lenient accuracy 25.0%"]),  # right answers in another form
         (0.5, 0.25, 0.5, ["format 25.0%", "lenient accuracy 50.0%"]),
     ],
 )

@@ -223,9 +223,9 @@ def test_good_and_bad_calls(policy):
         assert c.num_turns == 3
     # The tools most of whose calls have failed.
     warning, of_another = play.warnings
-    assert of_another.startswith("warning: 5 of 7 calls of 'misbehave' failed or returned no text")
+    assert of_another.startswith("warning: 5 of 7 calls of 'misbehave' went wrong")
     assert warning.startswith(
-        "warning: 1 of 1 calls of 'calculator' failed or returned no text, first with ValueError: the "
+        "warning: 1 of 1 calls of 'calculator' went wrong, first with ValueError: the "
         "power is too large, File "
     )
     assert "grpo/turns/builtin.py" in warning
@@ -249,7 +249,7 @@ def test_a_tool_that_returns_no_text_is_told(policy, how, read):
     assert results(c)[0].startswith(read)
     assert not c.calls[0].error
     (warning,) = play.warnings
-    assert "'misbehave' failed or returned no text, first with the result " in warning
+    assert "'misbehave' went wrong, first with the result " in warning
     assert repr(results(c)[0])[:200] in warning
 
 
@@ -262,7 +262,12 @@ def test_calls_of_few_shot_that_are_none_in_this_run_are_told(policy):
 
     result = {"role": "tool", "content": "2"}
     structured = {"type": "function", "function": {"name": "calculator", "arguments": {}}}
-    wrong = ["<calculate>1+1</calculate>", '<tool_call>{"name": "calc"}</tool_call>']
+    wrong = [
+        "<calculate>1+1</calculate>",
+        '<tool_call>{"name": "calc"}</tool_call>',
+        '<tool_call>{"name": "calculator", "arguments": {"sum": "1+1"}}</tool_call>',
+        "<tool_call>1+1</tool_call>",
+    ]
     few_shot = [
         example(said("<calculator>1+1</calculator>"), result, result, said("2")),
         example(said("", tool_calls=[structured]), result, said("2")),
@@ -271,10 +276,16 @@ def test_calls_of_few_shot_that_are_none_in_this_run_are_told(policy):
     ]
     play(policy, [["done"]], f"data.few_shot={few_shot}", "tools=[calculator, python]")
     assert play.warnings == [
-        f"warning: data.few_shot calls no tool of this run in {content!r}: the tools are "
-        "calculator, python"
+        f"warning: data.few_shot has no call of this run in {content!r}: the tools and their "
+        "arguments are {'calculator': ['expression'], 'python': ['code']}"
         for content in wrong
     ]
+
+
+def test_state_of_a_class_is_told(policy):
+    play(policy, [["done"]], f"environment={USER}:Sharing", "reward.functions=[]")
+    (warning,) = play.warnings
+    assert warning.startswith("warning: environments share _orders, db of their class: ")
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import random
+import sqlite3
 import tempfile
 import time
 from dataclasses import dataclass
@@ -87,6 +88,34 @@ class Counter:
 
     async def get_reward(self):
         return None if self.count > 100 else float(self.count)
+
+
+class Sharing:
+    """Its environments share a list and a connection. A tuple, and names in capitals, are constants."""
+
+    _orders = []
+    db = sqlite3.connect(":memory:")
+    words = ("one", "two")
+    WORDS = ["one", "two"]
+
+    def reset(self, **row):
+        self.own = []
+
+    def order(self, product: str) -> str:
+        """Order something.
+
+        Args:
+            product: its name
+        """
+        self._orders.append(product)
+        return "ordered"
+
+    @property
+    def later(self):
+        return []
+
+    def get_reward(self):
+        return float(len(self._orders))
 
 
 def count_of(environments, **columns):
