@@ -194,7 +194,7 @@ def print_outlook(evaluation: Evaluation) -> None:
         len({str(sample.rewards) for sample in problem.samples}) > 1
         for problem in evaluation.problems
     )
-    outlook = f"GRPO can begin, as the rewards of {share:.0%} of the groups differ"
+    outlook = f"GRPO can begin, as the rewards of {share:.0%} of the groups differ: these teach"
     # The limits are rules of thumb: docs/small_model.md.
     if share < 0.05:
         outlook = (

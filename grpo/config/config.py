@@ -30,8 +30,9 @@ class Config(schema.Section):
     alone."""
     tools_format: Literal["auto", "tags"] = "auto"
     """Format in which the model's tool calls are read. auto: the format of the chat template, and
-    tags. tags: <NAME>argument</NAME> for a tool with one argument, or <tool_call>{"name": ..,
-    "arguments": {..}}</tool_call> for any tool."""
+    tags. tags: <NAME>argument</NAME> for a tool with one argument, <NAME>{..}</NAME> with a JSON
+    object of the arguments for another, or <tool_call>{"name": .., "arguments": {..}}</tool_call>
+    for any tool."""
     environment: str | None = None
     """Class of an environment (path/to/file.py:Class), either in TRL's form or with the methods
     reset and step. Default: no environment."""

@@ -43,12 +43,11 @@ def print_summary(
     save_steps = config.checkpoint.save_steps or "none"
     eval_problems = run.tasks.eval_problems
     tools = run.tasks.tools
-    millions = num_parameters(model) / 1e6
-    trained = num_parameters(model, trained=True) / 1e6
     built_in = f"baseline {algorithm.baseline}, scale {algorithm.scale}"
     lines = [
-        f"model     {config.model.name_or_path}, {millions:.2f}M parameters, {trained:.2f}M of "
-        f"them trained; {config.runtime.precision} on {run.world.device.type}",
+        f"model     {config.model.name_or_path}, {num_parameters(model) / 1e6:.2f}M parameters, "
+        f"{num_parameters(model, trained=True) / 1e6:.2f}M of them trained; "
+        f"{config.runtime.precision} on {run.world.device.type}",
         f"step      {rollout.prompts_per_step} problems x {rollout.num_generations} completions, "
         f"{run.world.size} rank(s), {algorithm.updates_per_step} update(s); "
         f"{run.max_steps} steps, {run.tasks.schedule.steps_per_epoch} in an epoch",

@@ -356,9 +356,10 @@ class TurnsEngine:
         """Names of the tools about which the user has been warned."""
 
     def check(self) -> None:
-        """Check that the chat template can render the turns of the run.
+        """Check that the chat template can render the turns of the run, and that the environment
+        and the worked examples have no usual mistakes.
 
-        Notes of the check, for example that the template does not show the tools, go to ``warn``.
+        What the user should know goes to ``warn``, for example that the model is told of no tool.
 
         Raises:
             ValueError: if the template cannot render the turns.
@@ -368,7 +369,7 @@ class TurnsEngine:
         messages = conversation("", tools.config.data)
         # The built-in tiny model learned its calls in a warm start, so its template shows no tools.
         is_told = is_tiny_tokenizer(self.policy.tokenizer) or any(
-            name in str(messages) for name in tools.key_of_tool
+            re.search(rf"\b{name}\b", str(messages)) for name in tools.key_of_tool
         )
         for note in [] if is_told else notes:
             self.warn(note)

@@ -47,7 +47,7 @@ class Description:
     needed_columns: frozenset[str] = frozenset()
     """Names of the columns without which ``reset`` cannot run."""
     shared_attributes: Sequence[str] = ()
-    """Names of attributes of the class that hold state, which all environments share."""
+    """Names of the attributes of the class that hold state, which its environments share."""
 
 
 class LoadedTool:
@@ -148,12 +148,8 @@ class LoadedEnvironment:
             is_stepped,
             has_reward=is_stepped or has_reward,
             needed_columns=_needed_arguments(environment.reset) - {"prompt", "seed"},
-            shared_attributes=[
-                name
-                for name, _ in inspect.getmembers(type(environment), _has_state)
-                # Names in capitals are constants.
-                if not (name.startswith("__") or name.isupper())
-            ],
+            # Classes in the form of Gymnasium have a mapping, `metadata`.
+            shared_attributes=[] if is_stepped else _shared_attributes(type(environment)),
         )
 
     def reset(self, slot: int, row: dict[str, Any], seed: int) -> Any:
@@ -254,9 +250,16 @@ def set_seed(seed: int) -> None:
     numpy.random.seed(seed % 2**32)
 
 
-def _has_state(value: Any) -> bool:
-    """True for a list, a mapping, and other values that may change, and for a connection."""
-    return value.__hash__ is None or hasattr(value, "close")
+def _shared_attributes(environment_class: type) -> list[str]:
+    """Return the names of the attributes of a class that hold a list, a mapping or another value
+    that may change, or a connection."""
+    names = []
+    for name, value in vars(environment_class).items():
+        # A list with a name in capitals is a constant. Lists cannot be hashed.
+        is_variable = value.__hash__ is None and not name.isupper()
+        if not name.startswith("__") and (is_variable or hasattr(value, "close")):
+            names.append(name)
+    return names
 
 
 def _is_stepped(environment: Any) -> bool:

@@ -33,8 +33,7 @@ class WeightsFolder:
         # The name has the host and the process, from which a later run sees whether the folder is
         # still in use. The suffix tells engines of one process apart.
         self.prefix = f"grpo-{socket.gethostname()}-"
-        suffix = uuid.uuid4().hex[:8]
-        name = f"{self.prefix}{os.getpid()}-{suffix}"
+        name = f"{self.prefix}{os.getpid()}-{uuid.uuid4().hex[:8]}"
         # The path is absolute, since a server may have another working directory.
         self.path = Path(os.path.abspath(parent), name)
 

@@ -76,6 +76,11 @@ def test_a_model_without_a_run_gets_the_prompt_alone(random_model, chat, tmp_pat
         )
     code, _, said = chat("--model", random_model, *SAMPLE, SHORT, "--column", "other=1")
     assert code == 2 and "needs the column(s) answer" in said
+    # No reset could run without its columns, so there would be nothing to show.
+    arguments = [f"environment={ROOT}/tests/turns/user_tools.py:Counting", "reward.functions=[]"]
+    code, shown, said = chat("--model", random_model, *SAMPLE, SHORT, *arguments)
+    assert code == 2 and not shown
+    assert "reset of the environment needs the column(s) shelf; the options --column have" in said
 
 
 def test_a_completion_that_nothing_could_score_has_no_reward(tmp_path, random_model, chat):

@@ -21,7 +21,7 @@ from grpo.evaluation.estimate import (
     rate_with_interval,
     wilson,
 )
-from grpo.evaluation.grading import Grader
+from grpo.evaluation.grading import Grader, correctness_note
 from grpo.rewards.runner import RewardSpec
 from grpo.rollout import BuiltinEngine, SamplingParams
 
@@ -278,3 +278,11 @@ def test_the_grader_reads_correctness_format_and_the_last_number():
 def test_the_configuration_says_which_reward_decides(rewards, settings, correct):
     (result,) = graded(Rewards(**rewards), "text", config=EvalConfig(**settings))
     assert result.correct is correct
+
+
+def test_who_chose_the_bar_is_not_told_of_it():
+    note = correctness_note(EvalConfig(), ["mine", "other"])
+    assert "count a completion as correct if mine > 0; eval.correct_above=NUMBER" in note
+    for settings in ({"correct_above": 0.9}, {"correct_above": 0}, {"correctness": "other"}):
+        assert correctness_note(EvalConfig(**settings), ["mine", "other"]) is None
+    assert correctness_note(EvalConfig(), ["mine", "accuracy"]) is None

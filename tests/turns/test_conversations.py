@@ -282,10 +282,26 @@ def test_calls_of_few_shot_that_are_none_in_this_run_are_told(policy):
     ]
 
 
+def test_a_model_that_is_told_of_no_tool_or_has_none(random_model):
+    policy = load(random_model)
+    policy.tokenizer.add_tokens(["another"])  # the built-in tiny model gets no such note
+    prompt = "data.system_prompt=Use the calculator"
+    play(policy, [["done"]], "tools=[calculator]", f"{prompt}s.")
+    (note,) = play.warnings
+    assert note.startswith(
+        "note: the chat template does not show the tools, and data.system_prompt"
+    )
+    play(policy, [["done"]], "tools=[calculator]", f"{prompt}.")
+    assert not play.warnings
+    play(policy, [["done"]], f"environment={USER}:Silent", "reward.functions=[]")
+    (warning,) = play.warnings
+    assert warning.startswith("warning: the model can call nothing, and has one turn")
+
+
 def test_state_of_a_class_is_told(policy):
     play(policy, [["done"]], f"environment={USER}:Sharing", "reward.functions=[]")
     (warning,) = play.warnings
-    assert warning.startswith("warning: environments share _orders, db of their class: ")
+    assert warning.startswith("warning: environments share _orders, db, DB of their class: ")
 
 
 @pytest.mark.parametrize(

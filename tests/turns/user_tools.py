@@ -90,11 +90,36 @@ class Counter:
         return None if self.count > 100 else float(self.count)
 
 
+class Counting:
+    """An environment whose reset needs a column."""
+
+    def reset(self, shelf, **row):
+        self.shelf = shelf
+
+    def count(self) -> str:
+        """Count the books of the shelf."""
+        return str(self.shelf)
+
+    def get_reward(self):
+        return 1.0
+
+
+class Silent:
+    """Has no method that the model could call."""
+
+    def reset(self, **row):
+        pass
+
+    def get_reward(self):
+        return 1.0
+
+
 class Sharing:
-    """Its environments share a list and a connection. A tuple, and names in capitals, are constants."""
+    """Its environments share a list and connections. A tuple, and a list in capitals, are constants."""
 
     _orders = []
     db = sqlite3.connect(":memory:")
+    DB = sqlite3.connect(":memory:")
     words = ("one", "two")
     WORDS = ["one", "two"]
 
