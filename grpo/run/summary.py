@@ -58,9 +58,7 @@ def print_summary(
         f"output    {config.output_dir}, checkpoint.save_steps={save_steps}, saved also at the "
         f"end, at Ctrl-C and SIGTERM; {how_to_continue(config)}",
         data_line(config.data, train, evaluation, len(eval_problems)),
-        tools
-        and "tools     "
-        f"{', '.join(tools.key_of_tool) or 'none: no method is public, or turns are actions'}",
+        tools and f"tools     {', '.join(tools.key_of_tool) or 'none to call'}",
         *train.notes,
         *warnings_of(config, train.problems, eval_problems),
     ]
