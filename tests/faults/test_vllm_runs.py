@@ -71,14 +71,15 @@ def settings(assets: Path, output: Path, *more: str) -> list[str]:
 
 def servers_of(output: Path) -> list[int]:
     """Pids of the servers of this run: those whose port is in its log, and their processes."""
-    ports = set(re.findall(r"'port': (\d+)", (output / "vllm.log").read_text()))
+    ports = re.findall(r"'port': (\d+)", (output / "vllm.log").read_text())
+    options = {f"--port={port}".encode() for port in ports}
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
             words = (process / "cmdline").read_bytes().split(b"\0")
         except OSError:
             continue
-        if b"--port" in words and words[words.index(b"--port") + 1].decode() in ports:
+        if options.intersection(words):
             found.append(int(process.name))
     return found
 
@@ -111,6 +112,7 @@ def test_a_run_of_an_adapter_is_killed_and_continued_and_its_checkpoint_evaluate
     arguments = settings(assets, output, "lora.rank=4", "optim.learning_rate=1e-3")
     first = Started(output, arguments)
     first.wait_for("step 1/3", timeout=PATIENCE)
+    assert servers_of(output)
     time.sleep(random.random() * 3)
     first.kill(signal.SIGKILL)
     first.end()
@@ -138,7 +140,9 @@ def test_two_sharded_ranks_share_a_server_and_continue_when_it_was_killed(assets
     arguments = settings(assets, output, "runtime.parallel=fsdp")
     started = Started(output, arguments, ranks=2)
     started.wait_for("step 1/3", timeout=PATIENCE)
-    for pid in servers_of(output):
+    servers = servers_of(output)
+    assert servers
+    for pid in servers:
         os.kill(pid, signal.SIGKILL)
     assert started.end(timeout=PATIENCE) == 1
     (error,) = re.findall("^error: .*", started.text(), re.M)
