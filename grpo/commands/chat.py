@@ -103,7 +103,7 @@ def name_and_value(item: str) -> tuple[str, Any]:
 
 def _sample(
     sampler: Sampler,
-    tools: Tools | None,
+    tools: Tools,
     prompt: str | list[dict[str, str]],
     columns: dict[str, Any],
     num_samples: int,
@@ -129,7 +129,7 @@ def _sample(
         rows,
         data,
         policy.tokenizer,
-        schemas=tools.schemas if tools else None,
+        schemas=tools.schemas,
     )
     sampling = dataclasses.replace(sampler.sampling, num_generations=num_samples)
     # The number of the turn is part of the seed, so that the same question gets another answer

@@ -45,7 +45,7 @@ def main(argv: list[str]) -> None:
                 rows,
                 config.data,
                 tokenizer,
-                schemas=tools.schemas if config.uses_turns else None,
+                schemas=tools.schemas,
             )
             split = "training" if is_training else "evaluation"
             # No environment is reset here, so text that its reset would add to a prompt is not

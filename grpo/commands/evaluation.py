@@ -21,6 +21,7 @@ model, and writes every problem with its completions and their results to OUTPUT
 import contextlib
 import json
 import os
+from math import isnan
 from pathlib import Path
 from statistics import fmean
 
@@ -125,7 +126,7 @@ def _evaluate(
     rows: Rows,
     rewards: RewardRunner,
     world: World,
-    tools: Tools | None,
+    tools: Tools,
 ) -> Evaluation:
     """Evaluate one model, on all ranks."""
     # One rank downloads or builds the model, and the others read it from the cache.
@@ -138,7 +139,7 @@ def _evaluate(
             rows,
             config.data,
             tokenizer,
-            schemas=tools.schemas if tools else None,
+            schemas=tools.schemas,
         )
         problems = problem_set.problems[: config.eval.max_samples]
         check_eval_context(config, path, problems)
@@ -174,6 +175,8 @@ def print_report(model: str, evaluation: Evaluation) -> None:
     """Print each metric of a model with its 95% interval and its exact count."""
     print(f"model     {model}\n{'':28}{'value':>10}  {'95% interval':>20}  {'count':>15}")
     for name, estimate in evaluation.estimates.items():
+        if isnan(estimate.value):  # not computed
+            continue
         interval = f"{estimate.low:.4g} to {estimate.high:.4g}"
         count = "" if estimate.count is None else f"{estimate.count}/{estimate.of}"
         print(f"{name:28}{estimate.value:>10.4g}  {interval:>20}  {count:>15}".rstrip())

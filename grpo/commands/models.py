@@ -43,7 +43,7 @@ def load_engine(
     world: World,
     path: str,
     tokenizer: PreTrainedTokenizerBase,
-    tools: Tools | None,
+    tools: Tools,
     max_row_length: int = 0,
 ) -> Engine:
     """Return an engine for the model at ``path``, with the settings of a run.
@@ -87,7 +87,7 @@ def load_engine(
         )
     else:
         engine = BuiltinEngine(policy, fast_decode=config.runtime.fast_decode)
-    if tools is None:
+    if not config.uses_turns:
         return engine
     engine = TurnsEngine(engine, tools, config, num_ranks=world.size)
     # The run checked the chat template of the model that it trained. This may be another model.

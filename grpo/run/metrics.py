@@ -71,7 +71,7 @@ def step_line(run: Run, step: Step) -> dict[str, float]:
     tasks = run.tasks
     metrics = step.metrics
     add_completions(step.groups, metrics)
-    if tasks.tools is not None:
+    if run.config.uses_turns:
         add_turns(step.groups, metrics, tasks.tools.key_of_tool)
     for phase, seconds in step.seconds.items():
         metrics.maximum(f"time/{phase}", seconds)

@@ -76,7 +76,7 @@ class Inputs:
     """Inputs of a run besides models: the user's functions and tools, and rows of datasets."""
 
     user: UserFunctions
-    tools: Tools | None
+    tools: Tools
     rewards: RewardRunner
     train: Rows
     evaluation: Rows | None
@@ -209,7 +209,7 @@ def _prepare(
     probe_ids = train.problems[0].prompt_ids
     engine = _build_engine(config, world, models, path, probe_ids, reporter)
     on_failure.callback(engine.close)
-    if inputs.tools is not None:
+    if config.uses_turns:
         engine = TurnsEngine(
             engine,
             inputs.tools,
@@ -324,9 +324,8 @@ def open_rewards(
     config: Config,
     at_end: contextlib.ExitStack,
     user_objects: UserObjects = NO_OBJECTS,
-) -> tuple[Tools | None, RewardRunner]:
-    """Return the ``Tools`` of a run, which include its environments, and its ``RewardRunner``. The
-    first is None if the run has neither tools nor an environment.
+) -> tuple[Tools, RewardRunner]:
+    """Return the ``Tools`` of a run, which include its environments, and its ``RewardRunner``.
 
     ``at_end`` closes the worker processes of both objects.
     """
@@ -339,15 +338,11 @@ def open_rewards(
         )
         for function in config.reward.functions
     ]
-    tools = None
-    if config.uses_turns:
-        tools = Tools(config, user_objects.tools)
-        # The callback is registered before loading, which may fail and leave a worker behind.
-        at_end.callback(tools.close)
-        # An environment may have a reward, too.
-        specs = tools.load().reward_specs(specs)
+    tools = Tools(config, user_objects.tools)
+    # The callback is registered before loading, which may fail and leave a worker behind.
+    at_end.callback(tools.close)
     rewards = RewardRunner(
-        specs,
+        tools.load().reward_specs(specs),  # an environment may have a reward, too
         timeout_s=config.reward.timeout_s,
         num_workers=config.reward.num_workers,
         environments=tools,
@@ -378,9 +373,7 @@ def _find_start(
             changed since the checkpoint.
     """
     with world.fail_together():
-        files = dict(inputs.user.source_files)
-        if inputs.tools is not None:
-            files |= inputs.tools.source_files
+        files = inputs.user.source_files | inputs.tools.source_files
         content = content_digests(config, path, inputs.rewards, reference, files)
         content["the training rows"] = fingerprint(inputs.train)
         if inputs.evaluation is not None:
@@ -422,7 +415,7 @@ def _tokenize(
         make_problems,
         config=config.data,
         tokenizer=tokenizer,
-        schemas=inputs.tools.schemas if inputs.tools else None,
+        schemas=inputs.tools.schemas,
     )
     train = make(inputs.train)
     check_context(path, train.problems, max_length, trust_remote_code=trust)

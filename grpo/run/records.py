@@ -134,8 +134,7 @@ class Tasks:
     schedule: Schedule
     eval_problems: Sequence[Problem]
     rewards: RewardRunner
-    tools: Tools | None
-    """Tools and environments. None if the run has neither."""
+    tools: Tools
 
 
 @dataclass(frozen=True)

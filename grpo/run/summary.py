@@ -42,7 +42,6 @@ def print_summary(
     model = run.learner.policy.model
     save_steps = config.checkpoint.save_steps or "none"
     eval_problems = run.tasks.eval_problems
-    tools = run.tasks.tools
     built_in = f"baseline {algorithm.baseline}, scale {algorithm.scale}"
     lines = [
         f"model     {config.model.name_or_path}, {num_parameters(model) / 1e6:.2f}M parameters, "
@@ -58,7 +57,8 @@ def print_summary(
         f"output    {config.output_dir}, checkpoint.save_steps={save_steps}, saved also at the "
         f"end, at Ctrl-C and SIGTERM; {how_to_continue(config)}",
         data_line(config.data, train, evaluation, len(eval_problems)),
-        tools and f"tools     {', '.join(tools.key_of_tool) or 'none to call'}",
+        config.uses_turns
+        and f"tools     {', '.join(run.tasks.tools.key_of_tool) or 'none to call'}",
         *train.notes,
         *warnings_of(config, train.problems, eval_problems),
     ]

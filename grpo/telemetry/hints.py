@@ -64,7 +64,9 @@ class Hints:
         rate = metrics.get("learning_rate")
         if is_computed(rate):
             self._peak_rate = max(self._peak_rate, rate)
-        if len(self._steps) < MIN_STEPS_OF_MEAN:
+        # A step without any score is a mistake, and no chance.
+        is_early = len(self._steps) < MIN_STEPS_OF_MEAN
+        if is_early and metrics.get("frac_unscorable") != 1:
             return []
         hints = self.verdict()
         new = [hint for name, hint in hints.items() if name not in self._given]

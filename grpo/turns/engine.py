@@ -373,11 +373,11 @@ class TurnsEngine:
         )
         for note in [] if is_told else notes:
             self.warn(note)
-        shared = tools.environment and tools.environment.shared_attributes
+        shared = tools.environment and tools.environment.shared_names
         if shared:
             self.warn(
-                f"warning: environments share {', '.join(shared)} of their class: what one "
-                "completion changes there, others see (self.NAME = .. in reset makes its own)"
+                f"warning: environments share {', '.join(shared)} of their class or file: what "
+                "one completion changes there, others see (self.NAME = .. in reset makes its own)"
             )
 
         # The model would copy from an example a call that is none in this run.

@@ -46,8 +46,8 @@ class Description:
     """True if the environment gives a reward."""
     needed_columns: frozenset[str] = frozenset()
     """Names of the columns without which ``reset`` cannot run."""
-    shared_attributes: Sequence[str] = ()
-    """Names of the attributes of the class that hold state, which its environments share."""
+    shared_names: Sequence[str] = ()
+    """Names in the class or its module that hold state, which its environments share."""
 
 
 class LoadedTool:
@@ -149,7 +149,7 @@ class LoadedEnvironment:
             has_reward=is_stepped or has_reward,
             needed_columns=_needed_arguments(environment.reset) - {"prompt", "seed"},
             # Classes in the form of Gymnasium have a mapping, `metadata`.
-            shared_attributes=[] if is_stepped else _shared_attributes(type(environment)),
+            shared_names=[] if is_stepped else _shared_names(environment),
         )
 
     def reset(self, slot: int, row: dict[str, Any], seed: int) -> Any:
@@ -250,14 +250,18 @@ def set_seed(seed: int) -> None:
     numpy.random.seed(seed % 2**32)
 
 
-def _shared_attributes(environment_class: type) -> list[str]:
-    """Return the names of the attributes of a class that hold a list, a mapping or another value
-    that may change, or a connection."""
+def _shared_names(environment: Any) -> list[str]:
+    """Return the names of state that an environment shares with others: a list, a mapping or
+    another value that may change in its class, or a connection to a database there or in its
+    module."""
+    of_class = vars(type(environment))
+    of_module = getattr(environment.reset, "__globals__", {})
     names = []
-    for name, value in vars(environment_class).items():
+    for name, value in {**of_module, **of_class}.items():
         # A list with a name in capitals is a constant. Lists cannot be hashed.
-        is_variable = value.__hash__ is None and not name.isupper()
-        if not name.startswith("__") and (is_variable or hasattr(value, "close")):
+        is_variable = name in of_class and value.__hash__ is None and not name.isupper()
+        is_connection = hasattr(type(value), "commit")
+        if not name.startswith("__") and (is_variable or is_connection):
             names.append(name)
     return names
 

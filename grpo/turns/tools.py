@@ -23,7 +23,8 @@ The number exceeds the cores of many machines, since most tools wait for a serve
 
 
 class Tools:
-    """The tools and the environment of a run, and the worker processes that run them.
+    """The tools and the environment of a run, which may have neither, and the worker processes
+    that run them.
 
     Each row of a rollout belongs to one worker, so that the calls of a row run in order, and the
     environment of the row lives in that worker. Rows of different workers run at the same time.
@@ -44,8 +45,9 @@ class Tools:
         """True for a reset/step environment, where a whole turn of the model is an action."""
         self.key_of_tool: dict[str, str] = {}
         """Name of a tool -> key of the object in the worker processes that runs the tool."""
-        self.schemas: list[dict[str, Any]] = []
-        """The JSON schemas of all tools, as chat templates take them."""
+        self.schemas: list[dict[str, Any]] | None = [] if config.uses_turns else None
+        """The JSON schemas of all tools, as chat templates take them. None if the run has neither
+        tools nor an environment."""
         self.source_files: dict[str, str] = {}
         """Name in messages -> path of each file that defines a tool or the environment."""
         self._rows_per_worker = 1

@@ -33,7 +33,8 @@ def given(metric: str, values: list) -> list[tuple[int, str]]:
         ("tools/call_frequency", [0.5, 0.5] + [0.0] * 30, 12, "nobody called the tool"),
         ("tools/failure_frequency", [1.0] * 30, 3, "100% of the tool calls fail"),
         ("stop_reason/failed", [0.0] * 10 + [0.5] * 20, 13, "failed in 15% of the completions"),
-        ("frac_unscorable", [1.0] * 30, 3, "100% of the completions have no score"),
+        ("frac_unscorable", [0.8] * 30, 3, "80% of the completions have no score"),
+        ("frac_unscorable", [1.0] * 30, 1, "100% of the completions have no score"),
         ("time/frac_core_wait", [0.0] * 3 + [0.5] * 20, 6, "25% of the time"),  # 3 * 0.5 / 6
         # over the numbers that there are
         (

@@ -301,7 +301,26 @@ def test_a_model_that_is_told_of_no_tool_or_has_none(random_model):
 def test_state_of_a_class_is_told(policy):
     play(policy, [["done"]], f"environment={USER}:Sharing", "reward.functions=[]")
     (warning,) = play.warnings
-    assert warning.startswith("warning: environments share _orders, db, DB of their class: ")
+    assert warning.startswith("warning: environments share _orders, db, DB of their class or file")
+
+
+def test_a_connection_of_a_file_is_told(policy, tmp_path):
+    """A module with `close` (os), a class, and a cursor's class are no connections."""
+    file = tmp_path / "shop.py"
+    file.write_text(
+        "import os, sqlite3\n"
+        "from sqlite3 import Connection\n"
+        "orders = sqlite3.connect(':memory:')\n"
+        "words = ['one']\n"
+        "class Shop:\n"
+        "    def reset(self, **row):\n"
+        "        pass\n"
+        "    def buy(self) -> str:\n"
+        '        """Buy."""\n'
+    )
+    play(policy, [["done"]], f"environment={file}:Shop", "reward.functions=[]")
+    (warning,) = play.warnings
+    assert "environments share orders of their class or file" in warning
 
 
 @pytest.mark.parametrize(
