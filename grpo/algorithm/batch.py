@@ -52,8 +52,26 @@ class Problem:
 
 
 @dataclass(frozen=True)
+class ToolCall:
+    """One call of a tool."""
+
+    name: str
+    error: str = ""
+    """Error message that the model saw, if the tool raised, the arguments were wrong, or no tool
+    has this name. Default: empty, because the call succeeded."""
+    report: str = ""
+    """The error for the user: with its type, and the line where the tool was called. Also a result
+    without text, which is no error."""
+
+
+@dataclass(frozen=True)
 class Completion:
-    """One sampled response to a problem."""
+    """One sampled response to a problem.
+
+    In a run with tools or an environment, turns of the model alternate with answers. ``ids`` then
+    holds the tokens of all turns and answers, and ends with a sampled token. ``text`` is the text
+    of the last turn.
+    """
 
     ids: tuple[int, ...]
     """Token ids, including the EOS: at least one, at most ``max_completion_length``."""
@@ -73,64 +91,19 @@ class Completion:
     """True at each token that the model sampled, False at each token of a tool or environment.
     Default: the model sampled all tokens."""
 
-    @property
-    def sampled_ids(self) -> tuple[int, ...]:
-        """The tokens that the model sampled."""
-        if not self.loss_mask:
-            return self.ids
-        return tuple(compress(self.ids, self.loss_mask))
-
-    @property
-    def ending(self) -> str:
-        """Reason of the end, in a word for a person."""
-        return "finished" if self.finished else "truncated"
-
-    @property
-    def facts(self) -> str:
-        """Size and ending, such as ``62 tokens, 14 of them not the model's, finished``."""
-        num_not_sampled = len(self.ids) - len(self.sampled_ids)
-        not_sampled = f", {num_not_sampled} of them not the model's" if num_not_sampled else ""
-        return f"{len(self.ids)} tokens{not_sampled}, {self.ending}"
-
-    @property
-    def transcript(self) -> str:
-        """Text to show to a person. With several turns, each message is preceded by its role."""
-        return self.text
-
-
-@dataclass(frozen=True)
-class ToolCall:
-    """One call of a tool."""
-
-    name: str
-    error: str = ""
-    """Error message that the model saw, if the tool raised, the arguments were wrong, or no tool
-    has this name. Default: empty, because the call succeeded."""
-    report: str = ""
-    """The error for the user: with its type, and the line where the tool was called. Also a result
-    without text, which is no error."""
-
-
-@dataclass(frozen=True)
-class MultiTurnCompletion(Completion):
-    """A completion in which turns of the model alternate with answers of tools or an environment.
-
-    ``ids`` holds the tokens of all turns and answers, and ends with a sampled token. ``text`` is
-    the text of the last turn.
-    """
-
-    messages: tuple[dict[str, Any], ...] = ()
+    # The rest is of completions with turns.
+    messages: Sequence[dict[str, Any]] = ()
     """The turns of the model, and the replies of tools and environment, as chat messages. The
     message of a turn lists the calls of that turn in ``tool_calls``."""
-    stop_reason: str = "stop"
+    unread: Sequence[dict[str, Any]] = ()
+    """Replies that left no room for another turn. Neither ``messages`` nor ``ids`` has them."""
+    stop_reason: str = ""
     """Reason why the completion ended: ``stop`` (the last turn calls no tool), ``length`` (limit on
     tokens), ``max_turns`` (limit on turns), ``environment`` (the environment has ended) or
     ``failed`` (the environment has failed)."""
-    rewards: tuple[float, ...] = ()
+    rewards: Sequence[float | None] = ()
     """Reward of each turn. Empty if the environment gives no reward per turn."""
-    unread: Sequence[dict[str, Any]] = ()
-    """Replies that left no room for another turn. Neither ``messages`` nor ``ids`` has them."""
-    calls: tuple[ToolCall, ...] = ()
+    calls: Sequence[ToolCall] = ()
     """Tool calls of all turns."""
     environment: int | None = None
     """Number of the completion's environment: the index of the completion in the rollout. The
@@ -145,11 +118,23 @@ class MultiTurnCompletion(Completion):
     """Number of turns of the model."""
 
     @property
-    def ending(self) -> str:
-        return self.stop_reason
+    def sampled_ids(self) -> tuple[int, ...]:
+        """The tokens that the model sampled."""
+        if not self.loss_mask:
+            return self.ids
+        return tuple(compress(self.ids, self.loss_mask))
+
+    @property
+    def facts(self) -> str:
+        """Size and ending, such as ``62 tokens, 14 of them not the model's, finished``."""
+        num_not_sampled = len(self.ids) - len(self.sampled_ids)
+        not_sampled = f", {num_not_sampled} of them not the model's" if num_not_sampled else ""
+        ending = self.stop_reason or ("finished" if self.finished else "truncated")
+        return f"{len(self.ids)} tokens{not_sampled}, {ending}"
 
     @property
     def transcript(self) -> str:
+        """Text to show to a person. With several turns, each message is preceded by its role."""
         if not self.messages:
             return self.text
 

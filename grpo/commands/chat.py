@@ -28,7 +28,7 @@ from grpo.data import Rows, make_problems
 from grpo.data.tasks import task_of
 from grpo.distributed import start_world
 from grpo.rewards import RewardRunner
-from grpo.rewards.scores import score_groups
+from grpo.rewards.scores import answer_to, score_groups
 from grpo.run.prepare import open_rewards
 from grpo.run.records import Sampler
 from grpo.system import printable
@@ -151,12 +151,7 @@ def talk(sample: Callable[..., Group], columns: dict[str, Any]) -> None:
             continue
         messages.append({"role": "user", "content": line.rstrip("\n")})
         (completion,) = sample(messages, columns, 1, turn).completions
-        # With tools, a completion has several messages of the model, with results of tools between
-        # them.
-        answer = getattr(completion, "messages", None)
-        if not answer:
-            answer = [{"role": "assistant", "content": completion.text}]
-        messages += answer
+        messages += answer_to(messages, completion)
         print(printable(completion.transcript))
 
 

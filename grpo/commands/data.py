@@ -28,6 +28,7 @@ def main(argv: list[str]) -> None:
     options, overrides = command_parser("data", __doc__).parse_known_args(argv)
     config, _ = config_of_models([], options.config, overrides)
     _, tokenizer = find_tokenizer(config, config.model.name_or_path)
+    has_environment = bool(config.environment)
     training_problems = None
     with contextlib.closing(Tools(config).load()) as tools:
         for is_training in (True, False):
@@ -35,7 +36,7 @@ def main(argv: list[str]) -> None:
                 config.data,
                 train=is_training,
                 seed=config.seed,
-                has_environment=bool(config.environment),
+                has_environment=has_environment,
             )
             if rows is None:  # a configuration may have no evaluation
                 return
@@ -50,16 +51,18 @@ def main(argv: list[str]) -> None:
             split = "training" if is_training else "evaluation"
             # No environment is reset here, so text that its reset would add to a prompt is not
             # shown.
-            suffix = ", before reset()" if config.environment else ""
+            suffix = ", before reset()" if has_environment else ""
             print(f"=== {split}: {rows.source}{suffix}")
             for line in preview(rows, problem_set, tokenizer):
                 print(printable(line))
             # Evaluation prompts that are also training prompts make the accuracy too high.
             if training_problems is not None:
-                print(
-                    "also training prompts: "
-                    f"{count_shared_prompts(training_problems, problem_set.problems)}"
+                num_shared = count_shared_prompts(
+                    training_problems,
+                    problem_set.problems,
+                    with_columns=has_environment,
                 )
+                print(f"also training prompts: {num_shared}")
             training_problems = problem_set.problems
 
 

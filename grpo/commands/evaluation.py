@@ -21,7 +21,6 @@ model, and writes every problem with its completions and their results to OUTPUT
 import contextlib
 import json
 import os
-from math import isnan
 from pathlib import Path
 from statistics import fmean
 
@@ -38,6 +37,7 @@ from grpo.rewards import RewardRunner
 from grpo.rollout import engine_with_weights, split_stop
 from grpo.run.prepare import check_rewards, open_rewards
 from grpo.system import ignore_broken_pipes, write_atomically
+from grpo.telemetry.console import FORM_METRICS
 from grpo.telemetry.records import json_safe
 from grpo.telemetry.terminal import exit_with_user_error
 from grpo.turns.tools import Tools
@@ -172,10 +172,11 @@ def _evaluate(
 
 
 def print_report(model: str, evaluation: Evaluation) -> None:
-    """Print each metric of a model with its 95% interval and its exact count."""
+    """Print each metric of a model with its 95% interval and its exact count. A form
+    that no completion has is left out."""
     print(f"model     {model}\n{'':28}{'value':>10}  {'95% interval':>20}  {'count':>15}")
     for name, estimate in evaluation.estimates.items():
-        if isnan(estimate.value):  # not computed
+        if name.replace("greedy_", "") in FORM_METRICS and not estimate.value > 0:
             continue
         interval = f"{estimate.low:.4g} to {estimate.high:.4g}"
         count = "" if estimate.count is None else f"{estimate.count}/{estimate.of}"

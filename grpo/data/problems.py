@@ -190,11 +190,25 @@ def _notes(config: DataConfig, tokenizer: Any, first_text: str) -> Iterator[str]
         )
 
 
-def count_shared_prompts(train: Sequence[Problem], evaluation: Sequence[Problem]) -> int:
+def count_shared_prompts(
+    train: Sequence[Problem],
+    evaluation: Sequence[Problem],
+    *,
+    with_columns: bool,
+) -> int:
     """Return the number of evaluation problems whose prompt is also the prompt of a training
-    problem."""
-    train_prompts = {problem.prompt_ids for problem in train}
-    return sum(problem.prompt_ids in train_prompts for problem in evaluation)
+    problem.
+
+    Args:
+        with_columns: True if the columns must be the same, too. All rows of an environment may
+            have one prompt.
+    """
+
+    def identity(problem):
+        return problem.prompt_ids, with_columns and repr(problem.columns)
+
+    training = set(map(identity, train))
+    return sum(identity(problem) in training for problem in evaluation)
 
 
 def fill_question_template(template: str, prompt: Prompt, columns: Mapping[str, Any]) -> Prompt:

@@ -172,8 +172,8 @@ def evaluate(
     if is_unscored and not grade.trainer_state.global_step:
         raise UserError(
             f"{grade.correctness}, which decides what is correct, has no value for any of "
-            f"{evaluation.num_unscored} completions of an evaluation. Errors of functions: "
-            f"{grade.errors or 'none, so it returned None, or environments failed'}. "
+            f"{evaluation.num_unscored} completions of an evaluation. Errors: "
+            f"{grade.errors or 'none, so it returned None'}. "
             "eval.correctness names another reward"
         )
     return evaluation

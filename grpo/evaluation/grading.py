@@ -37,7 +37,7 @@ class Grader:
         checkers = [name for name in names if name in ANSWER_CHECKERS]
         self.rewards = rewards
         self.errors = {}
-        """Function name -> the error of the first completion of the last call that failed."""
+        """Function name, or ``environment`` -> an error of the last call that failed."""
         self.trainer_state = trainer_state
         self.correct_above = config.correct_above
         self.correctness = config.correctness or (checkers or names)[0]
@@ -56,6 +56,8 @@ class Grader:
         # All groups are scored at once: rewards run in parallel over the completions of one call.
         scored = score_groups(self.rewards, groups, self.trainer_state)
         self.errors |= scored.first_errors
+        for failure in filter(None, scored.environment_failures):
+            self.errors["environment"] = failure
         rows = iter(scored.values)
         return [
             [self._grade(group.problem, completion, next(rows)) for completion in group.completions]
@@ -107,8 +109,9 @@ class Grader:
 
 def correctness_note(config: EvalConfig, names: Sequence[str]) -> str | None:
     """Return a note that names the reward that decides what is correct. The note is None if
-    ``eval.correctness`` or ``eval.correct_above`` is set or a reward is known to check answers."""
-    is_set = "correct_above" in config.model_fields_set
+    ``eval.correctness`` is set, or ``eval.correct_above`` with one reward, or if a reward is known
+    to check answers."""
+    is_set = "correct_above" in config.model_fields_set and len(names) == 1
     if is_set or config.correctness or set(names) & set(ANSWER_CHECKERS):
         return None
     return (

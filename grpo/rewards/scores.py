@@ -6,7 +6,7 @@ This module imports torch, so modules that run in worker processes must not impo
 from collections.abc import Sequence
 from typing import Any
 
-from grpo.algorithm.batch import Completion, Group, MultiTurnCompletion
+from grpo.algorithm.batch import Completion, Group
 from grpo.rewards.calls import OUTSIDE_TRAINING, TrainerState
 from grpo.rewards.runner import RewardResult, RewardRunner
 
@@ -28,11 +28,11 @@ def score_groups(
         prompt = problem.prompt_for_rewards
         for completion in group.completions:
             prompts.append(prompt)
-            completions.append(_completion_for_rewards(prompt, completion))
+            completions.append(answer_to(prompt, completion))
             completion_ids.append(list(completion.sampled_ids))
             failure = None
             row_columns = dict(problem.columns)
-            if isinstance(completion, MultiTurnCompletion) and completion.environment is not None:
+            if completion.environment is not None:
                 failure = completion.environment_failure
                 row_columns["environments"] = completion.environment
                 row_columns["environment_rewards"] = completion.environment_reward
@@ -57,11 +57,11 @@ def score_groups(
     return result
 
 
-def _completion_for_rewards(prompt: Any, completion: Completion) -> Any:
+def answer_to(prompt: Any, completion: Completion) -> Any:
     """Return a completion in the form of its prompt, as TRL does: text, or a list of messages."""
     # The text of a conversation is the text of its last turn.
     if isinstance(prompt, str):
         return completion.text
-    if isinstance(completion, MultiTurnCompletion) and completion.messages:
+    if completion.messages:
         return list(completion.messages)
     return [{"role": "assistant", "content": completion.text}]

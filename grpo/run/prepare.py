@@ -287,12 +287,11 @@ def _read_inputs(
     check_enough(len(train.prompts), config.rollout.prompts_per_step)
     try_advantages(config, user, train.columns[0], rewards.names)
     check_rewards(config, rewards, train)
-    if evaluation is not None:
-        check_rewards(config, rewards, evaluation)
-    best_metric = config.checkpoint.keep_best
     eval_metrics = []
     if evaluation is not None:
+        check_rewards(config, rewards, evaluation)
         eval_metrics = metric_names(config.eval.num_sampled, rewards.names)
+    best_metric = config.checkpoint.keep_best
     if best_metric and best_metric not in eval_metrics:
         raise ConfigError(
             f"checkpoint.keep_best={best_metric} is no metric of an evaluation of this run: "

@@ -97,10 +97,11 @@ def data_line(
 ) -> str:
     """Return a line with the numbers of training problems, evaluation problems and excluded
     problems."""
+    num_empty = train.num_without_answer
     # A long prompt is excluded and never cut, since the cut would make another problem of it.
     return (
-        f"data      {data.dataset}: {len(train.problems)} problems to train on, "
-        f"{train.num_without_answer} of them with an empty answer; "
+        f"data      {data.dataset}: {len(train.problems)} problems to train on"
+        f"{f', {num_empty} of them with an empty answer' if num_empty else ''}; "
         f"{num_evaluated or 'none (set data.eval_dataset or data.eval_split)'} to evaluate on; "
         f"left out, as empty or longer than {data.max_prompt_length} tokens: "
         f"{train.num_too_long + train.num_empty} and "
@@ -120,12 +121,13 @@ def warnings_of(
     for key, reason in keys_without_effect(config).items():
         yield f"note: {key} has no effect {reason}"
 
-    # All rows of an environment may have the same prompt, and differ in the text that the
-    # environment adds.
-    if not config.environment:
-        num_shared = count_shared_prompts(train, evaluation)
-        if num_shared:
-            yield f"warning: {num_shared} of the evaluation problems are also in the training data"
+    num_shared = count_shared_prompts(
+        train,
+        evaluation,
+        with_columns=bool(config.environment),
+    )
+    if num_shared:
+        yield f"warning: {num_shared} of the evaluation problems are also in the training data"
 
     # A right completion never equals a worked solution, so its reward would always be 0.
     comparing = [f.name for f in config.reward.functions if f.name in TEXT_COMPARING_REWARDS]

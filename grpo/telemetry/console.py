@@ -7,6 +7,7 @@ from tqdm import tqdm
 from grpo.telemetry.records import is_computed
 
 STEP_COLUMNS = (
+    ("frac_reward_zero_std", "equal groups", "{:.0%}"),
     ("completions/mean_length", "length", "{:.1f}"),
     ("turns/mean", "turns", "{:.2f}"),
     ("tools/failure_frequency", "failed calls", "{:.0%}"),
@@ -15,6 +16,8 @@ STEP_COLUMNS = (
     ("entropy", "entropy", "{:.3f}"),
 )
 """Metrics in the order of a step's line, each with its label on the console and its format."""
+FORM_METRICS = ("eval/format", "eval/lenient_accuracy")
+"""Evaluation metrics of a form (tags, a number at the end) that most tasks do not ask for."""
 EVAL_REWARDS_PREFIX = "eval/rewards/"
 """Prefix of the evaluation metrics that are means of reward functions."""
 
@@ -103,14 +106,12 @@ def _console_names(metrics: dict[str, Any]) -> list[str]:
     """Return the names of an evaluation's metrics that the console shows.
 
     The console shows only the accuracy of greedy decoding, and pass@k only for the largest k. A
-    form (tags, a number at the end) that no completion has is left out, since most tasks ask for
-    none.
+    form that no completion has is left out.
     """
     names = {}
     for name in metrics:
         is_hidden = name.startswith("eval/greedy_") and name != "eval/greedy_accuracy"
-        is_form = name in ("eval/format", "eval/lenient_accuracy")
-        is_unasked = is_form and not metrics[name] > 0
+        is_unasked = name in FORM_METRICS and not metrics[name] > 0
         if name.startswith("eval/") and not is_hidden and not is_unasked:
             # All pass@k have the same key here. A larger k comes later, and replaces the others.
             kind, at, _ = name.partition("pass@")

@@ -14,7 +14,7 @@ import pyarrow
 import pyarrow.parquet
 from torch import Tensor
 
-from grpo.algorithm.batch import Completion, Group, MultiTurnCompletion
+from grpo.algorithm.batch import Completion, Group
 from grpo.system import write_atomically
 
 
@@ -78,7 +78,7 @@ def sample_records(
             record[name] = None
             if values_BT is not None:
                 record[name] = _at_sampled_tokens(values_BT[b], completion)
-        if isinstance(completion, MultiTurnCompletion):
+        if completion.messages:
             # The mask is empty, and the column None, if the model sampled all tokens.
             record["sampled"] = list(completion.loss_mask) or None
             record["messages"] = _text(completion.messages)

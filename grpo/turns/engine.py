@@ -24,7 +24,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from grpo.algorithm.batch import Completion, Group, MultiTurnCompletion, Problem, ToolCall
+from grpo.algorithm.batch import Completion, Group, Problem, ToolCall
 from grpo.algorithm.seeding import derive_seed
 from grpo.config import Config
 from grpo.data import Rows, make_problems
@@ -139,7 +139,7 @@ class Conversation:
         self.ids += answer_ids
         return answer_ids
 
-    def end(self, completion: Completion) -> MultiTurnCompletion:
+    def end(self, completion: Completion) -> Completion:
         """Return the record of a completion that has ended, with the environment's reward."""
         # The engine asks for no reply to a turn that was cut at the maximum length.
         cut_turn = completion.ids[len(self.ids) :]
@@ -156,17 +156,15 @@ class Conversation:
             # when the run decides whether its environments are broken.
             if self.failure or self.rewards or not self.tools.is_stepped:
                 failure = self.failure
-        return MultiTurnCompletion(
-            ids=completion.ids,
+        return replace(
+            completion,
             text=self.texts[-1],
             finished=self.stop_reason != "length",
-            sampling_logprobs=completion.sampling_logprobs,
-            loss_mask=completion.loss_mask,
-            messages=tuple(self.messages),
+            messages=self.messages,
             unread=self.unread,
             stop_reason="failed" if failure else self.stop_reason,
-            rewards=tuple(self.rewards),
-            calls=tuple(self.calls),
+            rewards=self.rewards,
+            calls=self.calls,
             environment=self.row if self.environment else None,
             environment_reward=reward,
             environment_failure=failure,
@@ -380,6 +378,10 @@ class TurnsEngine:
                 "one completion changes there, others see (self.NAME = .. in reset makes its own)"
             )
 
+        if tools.schemas and tools.config.rollout.max_turns == 1:
+            self.warn(
+                "warning: with rollout.max_turns=1 no call is made: no turn would read its result"
+            )
         # The model would copy from an example a call that is none in this run.
         parameters = parameters_by_tool(tools.schemas)
         for turn, answer in pairwise(messages):
@@ -411,7 +413,7 @@ class TurnsEngine:
         seed_key: tuple[int, str, int],
         on_tokens: Callable[[int], None] | None = None,
     ) -> list[Group]:
-        """Sample groups of :class:`MultiTurnCompletion` for some problems.
+        """Sample groups of conversations for some problems.
 
         The arguments are those of :meth:`grpo.rollout.interface.Engine.generate`. The environments
         of the completions live until the next call of this method.
@@ -483,7 +485,8 @@ class TurnsEngine:
             if reports.count("") < len(reports) / 2:
                 problem = (
                     f"{len(reports) - reports.count('')} of {len(reports)} calls of {name!r} "
-                    f"went wrong, first with {next(filter(None, reports))[:300]}"
+                    "went wrong, by a mistake of the model or of the tool, first with "
+                    f"{next(filter(None, reports))[:300]}"
                 )
             elif name in unread:
                 problem = (

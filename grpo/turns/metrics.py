@@ -6,7 +6,7 @@ from grpo.algorithm.batch import Group
 from grpo.telemetry.accumulator import Accumulator
 
 STOP_REASONS = ("stop", "length", "environment", "max_turns", "failed")
-"""The values of :attr:`grpo.algorithm.batch.MultiTurnCompletion.stop_reason`."""
+"""The values of :attr:`grpo.algorithm.batch.Completion.stop_reason`."""
 
 
 def add_turns(

@@ -160,5 +160,5 @@ def test_a_reward_that_never_works_gives_no_accuracy(tmp_path, random_model):
         )
         == 1
     )
-    assert "Errors of functions: {'raises': 'RuntimeError: this reward is broken'}" in done.stderr
+    assert "Errors: {'raises': 'RuntimeError: this reward is broken'}" in done.stderr
     assert not (tmp_path / "evaluation.json").exists()

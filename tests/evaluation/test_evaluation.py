@@ -283,6 +283,8 @@ def test_the_configuration_says_which_reward_decides(rewards, settings, correct)
 def test_who_chose_the_bar_is_not_told_of_it():
     note = correctness_note(EvalConfig(), ["mine", "other"])
     assert "count a completion as correct if mine > 0; eval.correct_above=NUMBER" in note
-    for settings in ({"correct_above": 0.9}, {"correct_above": 0}, {"correctness": "other"}):
-        assert correctness_note(EvalConfig(**settings), ["mine", "other"]) is None
+    for settings in ({"correct_above": 0.9}, {"correct_above": 0}):
+        assert correctness_note(EvalConfig(**settings), ["mine"]) is None
+        assert "if mine > " in correctness_note(EvalConfig(**settings), ["mine", "other"])
+    assert correctness_note(EvalConfig(correctness="other"), ["mine", "other"]) is None
     assert correctness_note(EvalConfig(), ["mine", "accuracy"]) is None

@@ -31,6 +31,17 @@ def test_evaluation_problems_that_are_trained_on_are_counted():
     )
 
 
+def test_rows_of_an_environment_are_compared_with_their_columns():
+    """They may all have one prompt."""
+    environment = Config.model_validate({"environment": "my_env.py:Env"})
+    train, evaluation = (
+        [Problem(n, "Play.", (1, 2), {"seed": n}) for n in numbers]
+        for numbers in (range(10), range(8, 12))
+    )
+    (warning,) = [line for line in warnings_of(environment, train, evaluation) if "also in" in line]
+    assert warning.startswith("warning: 2 of the evaluation problems")
+
+
 def test_worked_solutions_as_reference_answers_are_noticed():
     answers = ["1 + 2 = 3 #### 3", [r"So $x = \boxed{3}$."], "4", None]
     train = [
@@ -64,6 +75,8 @@ def test_problems_that_are_left_out_are_counted():
         "data      file.jsonl: 7 problems to train on, 4 of them with an empty answer; 4 to evaluate on; "
         "left out, as empty or longer than 64 tokens: 3 and 2"
     )
+    line = data_line(DataConfig(), ProblemSet(problems(0, 7)), evaluation, num_evaluated=4)
+    assert "7 problems to train on; 4 to evaluate on; " in line, "answers may not be asked for"
 
 
 def test_bf16_on_a_cpu_that_emulates_it_is_noticed(tmp_path, random_model, monkeypatch):

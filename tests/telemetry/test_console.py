@@ -35,12 +35,16 @@ def test_the_line_of_a_step():
         "entropy": 0.5,
         "kl": 0.01,
         "step_time": 2.0,
+        "frac_reward_zero_std": 0.25,
     }
-    line = "step   3/150  reward 1.500  accuracy 0.250  seconds 2.00  kl 0.0100  entropy 0.500  left 04:54"
+    line = (
+        "step   3/150  reward 1.500  accuracy 0.250  equal groups 25%  seconds 2.00  kl 0.0100  "
+        "entropy 0.500  left 04:54"
+    )
     assert console_line(metrics, 150) == line
     # A completion that a reward failed on is not in its mean.
     metrics |= {"rewards/accuracy/errors": 15, "rewards/format/errors": 0}
-    assert "accuracy 0.250  errors 15  seconds" in console_line(metrics, 150)
+    assert "accuracy 0.250  errors 15  equal" in console_line(metrics, 150)
 
 
 def test_the_table_of_evaluations_shows_what_was_computed():

@@ -30,7 +30,7 @@ def given(metric: str, values: list) -> list[tuple[int, str]]:
         ("entropy", [1.0] * 30 + [0.01] * 30, 40, "entropy is 0.010"),
         ("frac_reward_zero_std", [0.3] * 10 + [0.99] * 20, 18, "85% of the groups"),
         ("completions/clipped_ratio", [0.5] * 30, 3, "50% of the completions"),
-        ("tools/call_frequency", [0.5, 0.5] + [0.0] * 30, 12, "nobody called the tool"),
+        ("tools/call_frequency", [0.5, 0.5] + [0.0] * 30, 12, "no call was made"),
         ("tools/failure_frequency", [1.0] * 30, 3, "100% of the tool calls fail"),
         ("stop_reason/failed", [0.0] * 10 + [0.5] * 20, 13, "failed in 15% of the completions"),
         ("frac_unscorable", [0.8] * 30, 3, "80% of the completions have no score"),

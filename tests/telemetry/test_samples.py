@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import load, run_trainer, small_run
 
-from grpo.algorithm.batch import Completion, Group, MultiTurnCompletion, Problem, right_pad
+from grpo.algorithm.batch import Completion, Group, Problem, right_pad
 from grpo.algorithm.logprobs import CompletionScorer
 from grpo.config import DataConfig
 from grpo.data import render
@@ -38,7 +38,7 @@ def records_of(completion: Completion, answer, prompt) -> list[dict]:
 
 def test_records_are_read_as_they_were_written(tmp_path):
     chat = [{"role": "user", "content": "2+2"}]
-    turns = MultiTurnCompletion(
+    turns = Completion(
         (7, 8), NASTY, True, logged_columns={"why": NASTY, "n": 1}, loss_mask=(True, False)
     )
     records = records_of(turns, {"é": [70], "bytes": b"7"}, chat)

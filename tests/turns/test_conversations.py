@@ -158,7 +158,7 @@ def test_a_call_and_its_answer_in_tokens(policy):
         "type": "function",
         "function": {"name": "calculator", "arguments": {"expression": "2*3+1"}},
     }
-    assert c.messages == (
+    assert c.messages == [
         {
             "role": "assistant",
             "content": "<calculator>2*3+1</calculator>",
@@ -166,7 +166,7 @@ def test_a_call_and_its_answer_in_tokens(policy):
         },
         {"role": "tool", "name": "calculator", "content": "7"},
         {"role": "assistant", "content": "<answer>7</answer>"},
-    )
+    ]
     assert (c.stop_reason, c.num_turns, len(c.calls), c.text) == (
         "stop",
         2,
@@ -225,8 +225,8 @@ def test_good_and_bad_calls(policy):
     warning, of_another = play.warnings
     assert of_another.startswith("warning: 5 of 7 calls of 'misbehave' went wrong")
     assert warning.startswith(
-        "warning: 1 of 1 calls of 'calculator' went wrong, first with ValueError: the "
-        "power is too large, File "
+        "warning: 1 of 1 calls of 'calculator' went wrong, by a mistake of the model or of the tool, "
+        "first with ValueError: the power is too large, File "
     )
     assert "grpo/turns/builtin.py" in warning
     assert results(several) == ["2", "B", "1"]
@@ -249,7 +249,10 @@ def test_a_tool_that_returns_no_text_is_told(policy, how, read):
     assert results(c)[0].startswith(read)
     assert not c.calls[0].error
     (warning,) = play.warnings
-    assert "'misbehave' went wrong, first with the result " in warning
+    assert (
+        "'misbehave' went wrong, by a mistake of the model or of the tool, first with the "
+        in warning
+    )
     assert repr(results(c)[0])[:200] in warning
 
 
@@ -296,6 +299,13 @@ def test_a_model_that_is_told_of_no_tool_or_has_none(random_model):
     play(policy, [["done"]], f"environment={USER}:Silent", "reward.functions=[]")
     (warning,) = play.warnings
     assert warning.startswith("warning: the model can call nothing, and has one turn")
+
+
+def test_one_turn_leaves_none_after_a_call(policy):
+    (c,) = play(policy, [["<calculator>1+1</calculator>"]], ALL_TOOLS, "rollout.max_turns=1")
+    assert c.stop_reason == "max_turns" and not c.calls
+    (warning,) = play.warnings
+    assert "no call is made" in warning
 
 
 def test_state_of_a_class_is_told(policy):
@@ -534,7 +544,7 @@ def test_gymnasium_environments(policy):
     script = [["ab", "c", "def", "never"], ["break"], ["a"] * 3]
     long, broken, short = play(policy, script, f"environment={USER}:Gym", score=True)
     assert results(long) == ["2 left", "1 left"]
-    assert long.rewards == (2.0, 1.0, 3.0)
+    assert long.rewards == [2.0, 1.0, 3.0]
     assert long.stop_reason == short.stop_reason == "environment"
     assert broken.stop_reason == "failed"
     assert play.result.names == ["Gym"]
@@ -547,7 +557,7 @@ def test_openenv_environments(policy):
     script = [["wait", "2", "wait", "3"], ["wait", "nothing"], ["wait", "nan", "3"]]
     found = play(policy, script, f"environment={USER}:Late")
     assert [c.environment_reward for c in found] == [5.0, None, None]
-    assert found[0].rewards == (None, 2.0, None, 3.0)
+    assert found[0].rewards == [None, 2.0, None, 3.0]
     assert results(found[0]) == ["on"] * 3
 
 
