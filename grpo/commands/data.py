@@ -51,8 +51,7 @@ def main(argv: list[str]) -> None:
             split = "training" if is_training else "evaluation"
             # No environment is reset here, so text that its reset would add to a prompt is not
             # shown.
-            suffix = ", before reset()" if has_environment else ""
-            print(f"=== {split}: {rows.source}{suffix}")
+            print(f"=== {split}: {rows.source}{', before reset()' if has_environment else ''}")
             for line in preview(rows, problem_set, tokenizer):
                 print(printable(line))
             # Evaluation prompts that are also training prompts make the accuracy too high.

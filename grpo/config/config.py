@@ -284,9 +284,13 @@ def debug_changes(config: Config) -> dict[str, Any]:
     ``<output_dir>-debug``."""
     changes = DEBUG_VALUES | {"output_dir": f"{config.output_dir.rstrip('/')}-debug"}
     for key, upper_bound in DEBUG_UPPER_BOUNDS.items():
-        value = attrgetter(key)(config) or upper_bound
-        changes[key] = min(value, upper_bound)
+        changes[key] = min(attrgetter(key)(config) or upper_bound, upper_bound)
+    if config.uses_turns:
+        # Else a conversation would end before it has shown what the model does with an answer.
+        del changes["rollout.max_completion_length"]
     # Each minibatch needs one problem at least.
-    minibatches = config.algorithm.num_minibatches
-    changes["rollout.prompts_per_step"] = max(changes["rollout.prompts_per_step"], minibatches)
+    changes["rollout.prompts_per_step"] = max(
+        changes["rollout.prompts_per_step"],
+        config.algorithm.num_minibatches,
+    )
     return changes

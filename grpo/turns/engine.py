@@ -490,9 +490,9 @@ class TurnsEngine:
                 )
             elif name in unread:
                 problem = (
-                    f"a result of {name!r} did not fit, and ended its completion: "
-                    "rollout.max_completion_length is the room of all turns and results, and "
-                    "rollout.max_tool_tokens cuts a result"
+                    f"{unread.count(name)} result(s) of {name!r} did not fit, and ended their "
+                    "completions: rollout.max_completion_length is the room of all turns and "
+                    "results, and rollout.max_tool_tokens cuts long results"
                 )
             if problem and name not in self._reported_tools:
                 self._reported_tools.add(name)

@@ -413,6 +413,8 @@ def test_debug_caps_sizes_and_keeps_smaller_ones(file):
     assert config.debug and not load_config(argv).debug
     cut = load_config(["--debug", "algorithm.num_minibatches=4", "rollout.prompts_per_step=16"])
     assert cut.rollout.prompts_per_step == 4
+    turns = load_config(["--debug", "tools=[calculator]", "rollout.max_completion_length=200"])
+    assert turns.rollout.max_completion_length == 200, "the room of all turns"
     with pytest.raises(ValueError, match=r"single-process.*2 processes"):
         check_world_size(config, 2)
 
