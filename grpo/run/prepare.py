@@ -338,8 +338,10 @@ def open_rewards(
         for function in config.reward.functions
     ]
     tools = Tools(config, user_objects.tools)
-    # The callback is registered before loading, which may fail and leave a worker behind.
-    at_end.callback(tools.close)
+    # The callback is registered before loading, which may fail and leave a worker behind. Without
+    # tools it would start threads, for which there may be no memory.
+    if config.uses_turns:
+        at_end.callback(tools.close)
     rewards = RewardRunner(
         tools.load().reward_specs(specs),  # an environment may have a reward, too
         timeout_s=config.reward.timeout_s,
@@ -372,8 +374,13 @@ def _find_start(
             changed since the checkpoint.
     """
     with world.fail_together():
-        files = inputs.user.source_files | inputs.tools.source_files
-        content = content_digests(config, path, inputs.rewards, reference, files)
+        content = content_digests(
+            config,
+            path,
+            inputs.rewards,
+            reference,
+            inputs.user.source_files | inputs.tools.source_files,
+        )
         content["the training rows"] = fingerprint(inputs.train)
         if inputs.evaluation is not None:
             content["the evaluation rows"] = fingerprint(inputs.evaluation)
