@@ -67,7 +67,7 @@ def print_result(run: Run) -> None:
         kind = "a LoRA adapter" if run.learner.policy.adapter else "a Hugging Face folder"
         show(
             f"saved     {output}/checkpoint-{run.max_steps}, {kind}; "
-            f"python -m grpo.report {output} draws the run"
+            f"{sys.executable} -m grpo.report {output} draws the run"
         )
     best = run.progress.best
     if best:

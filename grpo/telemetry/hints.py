@@ -64,7 +64,7 @@ class Hints:
         rate = metrics.get("learning_rate")
         if is_computed(rate):
             self._peak_rate = max(self._peak_rate, rate)
-        # A step without any score is a mistake, and no chance.
+        # If no completion of a step has a score, that is a mistake and not chance.
         is_early = len(self._steps) < MIN_STEPS_OF_MEAN
         if is_early and metrics.get("frac_unscorable") != 1:
             return []

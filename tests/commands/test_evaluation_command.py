@@ -140,6 +140,7 @@ def test_ranks_and_the_training_loop_find_the_same_numbers(tmp_path, random_mode
     done = run_evaluation(f"--model={random_model}", f"--model={checkpoint}", *settings)
     first, second = models_of(done, output)
     assert first["metrics"] == metrics and "95% interval" in done.stdout
+    assert metrics["eval/format"]["value"] == 0 and "eval/format" not in done.stdout
     assert [first["model"], second["model"]] == [str(random_model), str(checkpoint)]
     # The checkpoint's run has all of these settings, also where it lies now.
     moved = checkpoint.rename(tmp_path / "elsewhere")

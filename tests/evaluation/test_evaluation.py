@@ -247,6 +247,19 @@ def graded(rewards, *texts, config=None, **columns):
     return results
 
 
+def test_the_grader_keeps_the_errors_of_environments():
+    """An evaluation without any score quotes them."""
+    failed, works, none = (
+        Completion((1,), "x", True, environment=row, environment_failure=failure)
+        for row, failure in ((0, "reset: KeyError: 'bed'"), (1, ""), (None, None))
+    )
+    grade = Grader(EvalConfig(), Rewards(right=None))
+    grade([Group(Problem(0, "q", (1,)), (works, none))])
+    assert grade.errors == {}
+    grade([Group(Problem(0, "q", (1,)), (failed, works, none))])
+    assert grade.errors == {"environment": "reset: KeyError: 'bed'"}
+
+
 def test_the_grader_reads_correctness_format_and_the_last_number():
     rewards = Rewards(right=[1.0, None, -1.0], shape=[0.0, 0.5, None])
     config = EvalConfig(correctness="right", format="shape")
