@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo.config import Config, ConfigError, keys_of, make_config, unknown_key
+from grpo.config import Config, ConfigError, make_config
 from grpo.rewards.functions import BUILTIN_REWARDS, OBJECT_PREFIX
 from grpo.run.user_objects import UserObjects
 
@@ -246,7 +246,7 @@ def _read_arguments(
     # split.
     if values.get("data.eval_dataset") == PYTHON_ROWS:
         values["data.eval_split"] = "auto"
-    checked = _read_settings(config, settings, values)
+    checked = make_config(config, settings, values)
 
     # Rows are read only now, because the configuration limits their number.
     data = checked.data
@@ -257,38 +257,14 @@ def _read_arguments(
     if values.get("data.eval_dataset") == PYTHON_ROWS:
         eval_rows = rows_from_table(tables["eval_dataset"], "eval_dataset", data.max_eval_samples)
 
-    # If rewards or tools are objects, their code is not compared when a run continues. An earlier
-    # run in the default folder may have had other rewards, so it is continued only if the caller
-    # has named the folder.
+    # Of rewards and tools that are objects, only the source is compared when a run continues, and
+    # not what it refers to. An earlier run in the default folder may have had other rewards, so it
+    # is continued only if the caller has named the folder.
     set_keys = settings if isinstance(config, str | os.PathLike) else checked.model_fields_set
     names_run = "output_dir" in set_keys or "resume" in checked.checkpoint.model_fields_set
     if (rewards or turn_objects) and not names_run:
         checked = make_config(checked, {"checkpoint.resume": "never"})
     return checked, UserObjects(rewards, turn_objects, train_rows, eval_rows)
-
-
-def _read_settings(config: Any, settings: dict[str, Any], values: dict[str, Any]) -> Config:
-    """Return the checked configuration.
-
-    Raises:
-        ConfigError: with all mistakes, one per line.
-    """
-    valid_names = [*train.__kwdefaults__, *keys_of(Config)]
-    valid_settings = {}
-    mistakes = []
-    for name, value in settings.items():
-        if name.split(".")[0] in Config.model_fields:
-            valid_settings[name] = value
-        else:
-            mistakes.append(f"train(): {unknown_key(name, valid_names)}")
-    # The valid settings are checked too, so that the user sees all mistakes at once.
-    try:
-        checked = make_config(config, valid_settings, values)
-    except ConfigError as error:
-        mistakes.append(str(error))
-    if mistakes:
-        raise ConfigError("\n".join(mistakes))
-    return checked
 
 
 def _reward_entries(functions: Any, objects: dict[str, Any]) -> list[dict[str, Any]]:

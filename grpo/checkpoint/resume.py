@@ -1,7 +1,10 @@
 """Start of a run: the output folder, the checkpoint to continue from, and the settings that must
 not change when a run continues."""
 
+import contextlib
 import fcntl
+import hashlib
+import inspect
 import os
 import shutil
 import socket
@@ -167,18 +170,20 @@ def content_digests(
     rewards: RewardRunner,
     reference_path: str | None,
     user_files: dict[str, str],
+    user_objects: dict[str, Any],
 ) -> dict[str, str]:
-    """Return the digests, by name, of models and of the user's code files, which a continued run
-    reads again. The digest of a model from the Hub is its commit.
+    """Return the digests, by name, of models and of the user's code, which a continued run reads
+    again. The digest of a model from the Hub is its commit.
 
     Args:
         model_path: folder or Hub id of ``model.name_or_path``.
-        rewards: runner that has loaded the reward functions. A function that a program passes has
-            no digest.
+        rewards: runner that has loaded the reward functions.
         reference_path: folder or Hub id of ``model.reference``; None if the reference is the model
             that training starts from.
         user_files: paths of the source files of tools, environments, loss and advantages, by the
             names that messages show.
+        user_objects: what a program passes, by name. Of a function or class, the source code has
+            a digest. Other objects, such as a partial, have none.
     """
     # The keys are the names in the configuration, since paths differ between machines.
     model = config.model
@@ -195,6 +200,10 @@ def content_digests(
             digests |= model_digests(name, path)
     for name, path in (rewards.source_files | user_files).items():
         digests[name] = file_digest(path)
+    for name, value in user_objects.items():
+        with contextlib.suppress(OSError, TypeError):
+            source = inspect.getsource(value)
+            digests[name] = hashlib.sha256(source.encode()).hexdigest()
     return digests
 
 

@@ -174,6 +174,6 @@ def evaluate(
             f"{grade.correctness}, which decides what is correct, has no value for any of "
             f"{evaluation.num_unscored} completions of an evaluation. Errors: "
             f"{grade.errors or 'none, so it returned None'}. "
-            "eval.correctness names another reward"
+            "Mend it, or let eval.correctness name another reward"
         )
     return evaluation

@@ -143,7 +143,7 @@ def check_values(values: Any, num_rows: int) -> list[float | None]:
         )
     if len(values) != num_rows:
         raise RewardContractError(
-            f"returned {len(values)} values for {num_rows} completions: {values!r:.100}; {expected}"
+            f"returned {len(values)} values for {num_rows} completions: {values!r:.40}; {expected}"
         )
 
     rewards = []

@@ -138,7 +138,7 @@ def _prepare(
         path = resolve(config.model.name_or_path)
         if config.model.reference is not None and needs_reference:
             reference = resolve(config.model.reference)
-    start = _find_start(config, world, inputs, path, reference, checkpoint, origin)
+    start = _find_start(config, world, user_objects, inputs, path, reference, checkpoint, origin)
     progress = Progress.from_state(start.state)
     forget_lowered_limits(progress, config)
 
@@ -355,6 +355,7 @@ def open_rewards(
 def _find_start(
     config: Config,
     world: World,
+    user_objects: UserObjects,
     inputs: Inputs,
     path: str,
     reference: str | None,
@@ -380,6 +381,7 @@ def _find_start(
             inputs.rewards,
             reference,
             inputs.user.source_files | inputs.tools.source_files,
+            user_objects.rewards | user_objects.tools,
         )
         content["the training rows"] = fingerprint(inputs.train)
         if inputs.evaluation is not None:

@@ -477,9 +477,10 @@ class TurnsEngine:
             )
         # The warning comes once per run for each tool, since a broken tool fails in each step.
         calls = [call for conversation in conversations for call in conversation.calls]
-        unread = [m.get("name") for conversation in conversations for m in conversation.unread]
+        unread = [message for conversation in conversations for message in conversation.unread]
         for name in self.tools.key_of_tool:
             reports = [call.report for call in calls if call.name == name]
+            lengths = [len(m["content"]) for m in unread if m.get("name") == name]
             problem = ""
             # A model makes mistakes, but not in most of its calls.
             if reports.count("") < len(reports) / 2:
@@ -488,11 +489,12 @@ class TurnsEngine:
                     "went wrong, by a mistake of the model or of the tool, first with "
                     f"{next(filter(None, reports))[:300]}"
                 )
-            elif name in unread:
+            elif lengths:
                 problem = (
-                    f"{unread.count(name)} result(s) of {name!r} did not fit, and ended their "
-                    "completions: rollout.max_completion_length is the room of all turns and "
-                    "results, and rollout.max_tool_tokens cuts long results"
+                    f"{len(lengths)} result(s) of {name!r}, of up to {max(lengths)} characters, "
+                    "did not fit, and ended their completions: rollout.max_completion_length is "
+                    "the room of all turns and results, in tokens, and rollout.max_tool_tokens "
+                    "cuts long results"
                 )
             if problem and name not in self._reported_tools:
                 self._reported_tools.add(name)

@@ -223,8 +223,8 @@ def test_all_mistakes_of_a_call_are_said_at_once(tmp_path):
         )
     lines = str(error.value).splitlines()
     starts = (
-        "train(): unknown key 'use_vllm'",
-        "train(): unknown key 'args'",
+        "unknown key 'use_vllm'",
+        "unknown key 'args'",
         "seed=-1: ",
         "model is a section: ",
     )
@@ -256,6 +256,23 @@ def test_a_failing_step_raises_and_the_same_call_continues(random_model, tmp_pat
     assert process_state() == before
     broken.clear()
     assert train(options, reward_functions=fails_later, dataset=ROWS).steps == 3
+
+
+def test_a_function_object_with_other_code_is_refused(random_model, tmp_path):
+    """A partial has no source, so it is not compared."""
+    options = settings(random_model, tmp_path / "run", steps=1)
+
+    def length(completions, **columns):
+        return [float(len(text)) for text in completions]
+
+    train(options, reward_functions=length, dataset=ROWS)
+    assert train(options, reward_functions=length, dataset=ROWS).steps == 1
+
+    def length(completions, **columns):
+        return [-float(len(text)) for text in completions]
+
+    with pytest.raises(ValueError, match="content of python:length: checkpoint '"):
+        train(options, reward_functions=length, dataset=ROWS)
 
 
 @pytest.mark.slow

@@ -35,6 +35,8 @@ def given(metric: str, values: list) -> list[tuple[int, str]]:
         ("stop_reason/failed", [0.0] * 10 + [0.5] * 20, 13, "failed in 15% of the completions"),
         ("frac_unscorable", [0.8] * 30, 3, "80% of the completions have no score"),
         ("frac_unscorable", [1.0] * 30, 1, "100% of the completions have no score"),
+        ("rewards/accuracy/mean", [0.0] * 30, 3, "0.0% of the completions are right"),
+        ("rewards/accuracy/mean", [0.6] * 10 + [1.0] * 30, 18, "92% of the completions are right"),
         ("time/frac_core_wait", [0.0] * 3 + [0.5] * 20, 6, "25% of the time"),  # 3 * 0.5 / 6
         # over the numbers that there are
         (
@@ -64,6 +66,15 @@ def test_equal_rewards_explain_that_nothing_moves():
     for _ in range(12):
         hints.update(HEALTHY | {"frac_reward_zero_std": 0.95, "kl": 0.0})
     assert list(hints.verdict()) == ["equal rewards"]
+
+
+@pytest.mark.parametrize(("accuracy", "name"), [(0.0, "never right"), (0.95, "learned")])
+def test_the_accuracy_says_why_rewards_are_equal(accuracy, name):
+    hints = Hints()
+    equal = {"frac_reward_zero_std": 1.0, "kl": 0.0, "grad_norm": 0.0}
+    for _ in range(12):
+        hints.update(HEALTHY | equal | {"rewards/accuracy/mean": accuracy})
+    assert list(hints.verdict()) == [name]
 
 
 def test_failing_tools_explain_equal_rewards():

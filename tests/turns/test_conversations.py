@@ -387,7 +387,7 @@ def test_what_does_not_fit_ends_the_completion(policy):
     assert all(flood.loss_mask)
     # The answer is not appended.
     assert [m["role"] for m in flood.messages] == ["assistant"]
-    assert "1 result(s) of 'misbehave' did not fit" in play.warnings[0]
+    assert "1 result(s) of 'misbehave', of up to 20000 characters, did not fit" in play.warnings[0]
     # A person reads how it begins.
     unread = "[tool, not read: it did not fit] " + "0123456789" * 50
     assert flood.transcript.splitlines()[-1] == unread
