@@ -52,7 +52,7 @@ def test_a_reference_of_the_models_name_does_not_hide_the_models_files(random_mo
     settings = {"model.name_or_path": str(random_model), "algorithm.beta": 0.0}
     with RewardRunner([], timeout_s=1) as rewards:
         digests = [
-            content_digests(make_config(settings | reference), random_model, rewards, None, {})
+            content_digests(make_config(settings | reference), random_model, rewards, None, {}, {})
             for reference in ({}, {"model.reference": str(random_model)})
         ]
     assert digests[0] == digests[1] != {}
