@@ -86,7 +86,10 @@ def own_metrics(
     """
     pairs = {}
     for name, value in metrics.items():
-        values = torch.as_tensor(value).detach().float()
+        try:
+            values = torch.as_tensor(value).detach().float()
+        except (RuntimeError, TypeError) as error:
+            raise ValueError(f"the metric {name!r} is {value!r:.80}, no number") from error
         if mask_BT is not None and values.shape == mask_BT.shape:
             values = values[mask_BT]
         numbers = values[~values.isnan()]

@@ -59,14 +59,23 @@ class Progress:
         names = vars(cls()).keys() & state.keys()
         return cls(**{name: state[name] for name in names})
 
-    def complete_step(self, line: dict[str, Any]) -> None:
-        """Record that all updates of a step are done."""
+    def complete_step(self, line: dict[str, Any], world: World) -> None:
+        """Record that all updates of a step are done.
+
+        Raises:
+            ValueError: if the state of the user's loop differs between ranks, or is not of JSON.
+        """
         self.line = line
         self.step = line["step"]
         self.num_tokens = line["num_tokens"]
         # What a checkpoint would give back: an error shows now, and a number as a key is text from
         # here on, also in a run that is never stopped.
-        self.loop_state = json.loads(json.dumps(self.loop_state))
+        try:
+            state = json.dumps(self.loop_state)
+        except TypeError as error:
+            raise ValueError(f"progress.loop_state: {error}") from error
+        world.check_same({"progress.loop_state": state})
+        self.loop_state = json.loads(state)
         self.mid_update = False
 
 

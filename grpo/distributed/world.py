@@ -187,7 +187,7 @@ class World:
                 other = other_values.get(name)
                 if other != main:
                     raise ValueError(
-                        f"{name} is {main!r} on rank 0 and {other!r} on rank {rank}: "
+                        f"{name} is {main!r:.200} on rank 0 and {other!r:.200} on rank {rank}: "
                         "all ranks need the same"
                     )
 

@@ -300,7 +300,7 @@ def _read_inputs(
 
     # There is no reporter yet, because it needs the output folder.
     if world.is_main:
-        for note in rewards.notes:
+        for note in [*user.warnings, *rewards.notes]:
             print(note)
     return Inputs(user, tools, rewards, train, evaluation)
 

@@ -66,7 +66,7 @@ def remaining_steps(run: Run) -> Iterator[Step]:
         step.metrics.maximum("time/frac_core_wait", waited / seconds)
         line = step_line(run, step)
         # The step is completed first: if writing below fails, it can still be saved.
-        progress.complete_step(line)
+        progress.complete_step(line, run.world)
         report_completions(run, step)
         log.reporter.step(line, evaluation_follows=_evaluation_is_due(run))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -38,6 +37,8 @@ class UserFunctions:
     loop: Callable[[Run], None] | None
     source_files: dict[str, str]
     """Files that define the functions: name of a file for messages -> path of the file."""
+    warnings: set[str]
+    """What is probably a mistake in the loss."""
 
     @property
     def needs_reference(self) -> bool:
@@ -53,6 +54,7 @@ def load_user_functions(config: Config) -> UserFunctions:
     """
     algorithm = config.algorithm
     files = {}
+    warnings = set()
     # The order matters: a message about the loss or the advantages names a line of the last file.
     loop = _load(algorithm, "loop", files) if algorithm.loop else None
     objective = None
@@ -60,12 +62,12 @@ def load_user_functions(config: Config) -> UserFunctions:
         objective = _load(algorithm, "objective", files)
         with _described("algorithm.objective", algorithm.objective, files):
             for step in TRIED_STEPS:
-                _try_objective(objective, step)
+                warnings |= _try_objective(objective, step)
 
     # The arguments of advantages include columns of the rows, which are not read yet:
     # try_advantages().
     advantages = _load(algorithm, "advantages", files) if algorithm.advantages else None
-    return UserFunctions(objective, advantages, loop, files)
+    return UserFunctions(objective, advantages, loop, files, warnings)
 
 
 def try_advantages(
@@ -187,10 +189,10 @@ def _load(algorithm: AlgorithmConfig, key: str, files: dict[str, str]) -> Any:
     return partial(function, **args)
 
 
-def _try_objective(function: UserObjective, step: int) -> None:
+def _try_objective(function: UserObjective, step: int) -> set[str]:
     """Check the loss and its gradient on rows of 2, 1 and 0 tokens, with ratios above, below and at
     1. In the second row the policy is the old one and the reference, so that no trust region of a
-    loss leaves it out.
+    loss leaves it out. Returns warnings.
 
     In other micro-batches a row has other neighbours and more padding. Loss and gradient must not
     depend on this.
@@ -229,12 +231,12 @@ def _try_objective(function: UserObjective, step: int) -> None:
         raise ValueError("the loss has no gradient")
     if not (loss.isfinite() and gradient_BT.isfinite().all()):
         raise ValueError(f"the loss ({loss:g}) or its gradient is not finite")
+    warnings = set()
     # The token is less likely than when it was sampled, and than under the reference.
     if gradient_BT[0, 1] > 0:
-        warnings.warn(
-            "the loss lowers the probability of a token with a positive advantage and a ratio "
-            "below 1: is its sign right?",
-            stacklevel=2,
+        warnings.add(
+            "warning: algorithm.objective lowers the probability of a token with a positive "
+            "advantage and a ratio below 1: is its sign right?"
         )
     other_losses = {
         "the other rows": sum(loss_of(slice(b, b + 1)) for b in range(3)),
@@ -249,3 +251,4 @@ def _try_objective(function: UserObjective, step: int) -> None:
                 f"the loss of a row or its gradient depends on {others} (or on chance), and so the "
                 "update on how the batch is cut"
             )
+    return warnings

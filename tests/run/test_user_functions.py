@@ -2,7 +2,6 @@
 file, the example."""
 
 import math
-import warnings
 
 import pytest
 import torch
@@ -15,11 +14,14 @@ from grpo.algorithm.batch import Problem
 from grpo.algorithm.loss import loss_denominator, policy_loss
 from grpo.checkpoint.saver import Progress
 from grpo.config import make_config
+from grpo.distributed import World
 from grpo.rewards.functions import load_object
 from grpo.run.records import Step
 from grpo.run.rollouts import sample_and_score
 from grpo.run.user_functions import load_user_functions, try_advantages
 from grpo.system import UserError
+
+ONE_RANK = World(0, 1, 0, torch.device("cpu"))
 
 FILE = """
 import torch
@@ -84,6 +86,9 @@ def fades_in(logprobs_BT, ratio_BT, A_B1, mask_BT, bounds, step):
 def fails(logprobs_BT, ratio_BT, A_B1, mask_BT, bounds):
     return {}["a"]
 
+def text_as_metric(ratio_BT, A_B1):
+    return -ratio_BT * A_B1, {"kind": "clip"}
+
 constant = 3
 """
 
@@ -109,6 +114,7 @@ constant = 3
         ("objective", "detached", "the loss has no gradient"),
         ("objective", "any_keyword", "there is no argument 'kwargs'"),
         ("objective", "fails", r"\(line 62\) raised KeyError: 'a'"),
+        ("objective", "text_as_metric", "the metric 'kind' is 'clip', no number"),
         ("objective", "missing", "has no function or class"),
         ("objective", "constant", "has no function or class"),
     ],
@@ -127,12 +133,12 @@ def test_a_loss_with_the_wrong_sign_is_told(tmp_path):
     """A positive advantage pushes its token down. The built-in loss, written again, is not told."""
     file = tmp_path / "mine.py"
     file.write_text(f"{FILE}\ndef wrong_sign(ratio_BT, A_B1):\n    return ratio_BT * A_B1\n")
-    with pytest.warns(UserWarning, match="is its sign right"):
-        load_user_functions(make_config({"algorithm.objective": f"{file}:wrong_sign"}))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for name in ("clip", "clip_and_kl", "likelihood"):
-            load_user_functions(make_config({"algorithm.objective": f"{file}:{name}"}))
+    user = load_user_functions(make_config({"algorithm.objective": f"{file}:wrong_sign"}))
+    (warning,) = user.warnings
+    assert "is its sign right" in warning
+    for name in ("clip", "clip_and_kl", "likelihood"):
+        user = load_user_functions(make_config({"algorithm.objective": f"{file}:{name}"}))
+        assert not user.warnings
 
 
 def test_advantages_without_a_file_are_refused():
@@ -424,8 +430,8 @@ def test_a_problem_that_is_twice_in_a_step_is_refused():
 
 def test_the_state_of_a_loop_is_what_a_checkpoint_would_give_back():
     progress = Progress(loop_state={"seen": {3: (1, 2)}})
-    progress.complete_step({"step": 1, "num_tokens": 5})
+    progress.complete_step({"step": 1, "num_tokens": 5}, ONE_RANK)
     assert progress.loop_state == {"seen": {"3": [1, 2]}}
     progress.loop_state["seen"] = torch.ones(2)
-    with pytest.raises(TypeError, match="Tensor is not JSON serializable"):
-        progress.complete_step({"step": 2, "num_tokens": 5})
+    with pytest.raises(ValueError, match="loop_state: Object of type Tensor is not JSON"):
+        progress.complete_step({"step": 2, "num_tokens": 5}, ONE_RANK)
