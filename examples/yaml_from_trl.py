@@ -6,6 +6,7 @@ differently.
 """
 
 import argparse
+import functools
 import inspect
 import math
 import re
@@ -382,6 +383,47 @@ def add_lora(found: Translation, peft_config: Any, model: str) -> None:
             found.left.append(f"LoraConfig {name}={value!r:.60}: {key}")
 
 
+def add_model(found: Translation, model: Any) -> None:
+    """Add the keys of the model, which is a name or an object."""
+    if isinstance(model, str):
+        found.keys["model.name_or_path"] = model
+        return
+    found.keys["model.name_or_path"] = model.name_or_path
+    found.left.append(
+        "model: the script passes an object. If it changed weights, precision or vocabulary: "
+        "model.save_pretrained(FOLDER), the tokenizer's too, and model.name_or_path=FOLDER"
+    )
+    # A PeftModel has a configuration for each of its adapters.
+    for name, peft_config in getattr(model, "peft_config", {}).items():
+        add_lora(found, peft_config, model.name_or_path)
+        found.left.append(
+            f"lora: of the adapter {name!r}. If it is trained already, save it, and "
+            "model.adapter=FOLDER"
+        )
+
+
+def add_own_trainer(found: Translation, trainer: type, base: type) -> None:
+    """Say what a trainer of the script's own does in other ways than GRPOTrainer."""
+    names = []
+    for each in trainer.mro():
+        if each is base:
+            break
+        names += [name for name, value in vars(each).items() if callable(value)]
+    if names:
+        found.left.append(
+            f"{trainer.__name__} has its own {', '.join(names)}: a loss, advantages or a loop of "
+            "your own (docs/algorithm.md)"
+        )
+
+
+def arguments_of(function: Any) -> dict[str, Any]:
+    """Return the arguments that a functools.partial has, by name."""
+    if not isinstance(function, functools.partial):
+        return {}
+    names = inspect.signature(function.func).parameters
+    return dict(zip(names, function.args, strict=False)) | function.keywords
+
+
 def name_of(function: Callable, script: Path) -> str:
     """Return a function or a class as the configuration names it."""
     file = Path(inspect.getsourcefile(function)).resolve()
@@ -410,10 +452,12 @@ def add_rewards(
         entry = {}
         if weights:
             entry["weight"] = weights[number]
-        arguments = getattr(function, "keywords", None)  # of functools.partial
+        arguments = arguments_of(function)
         if arguments:
             entry["args"] = arguments
         function = getattr(function, "func", function)
+        if "trainer_state" in getattr(getattr(function, "__code__", None), "co_varnames", ()):
+            found.left.append(f"{function.__name__}: trainer_state.global_step counts rollouts")
         if inspect.isfunction(function) and function.__name__ != "<lambda>":
             entries.append({"name": name_of(function, script)} | entry)
         elif type(function).__name__ == "_SoftOverlongPunishment":
@@ -466,7 +510,7 @@ def add_arguments(
         if value is None:
             continue
         if name == "model":
-            keys["model.name_or_path"] = value if isinstance(value, str) else value.name_or_path
+            add_model(found, value)
         elif name == "reward_funcs":
             add_rewards(found, value, args.reward_weights, script)
         elif name == "train_dataset":
@@ -560,6 +604,7 @@ def main() -> None:
         found = Translation()
         add_settings(found, args, given, num_rows)
         add_arguments(found, arguments, args, script, options.save_rows)
+        add_own_trainer(found, type(trainer), GRPOTrainer)
         try:
             make_config({key: plain(value) for key, value in found.keys.items()})
         except ConfigError as error:

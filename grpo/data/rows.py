@@ -185,7 +185,7 @@ def rows_from_table(table: Any, name: str, limit: int | None = None) -> list[dic
     rows = list(itertools.islice(table, limit))
     return with_all_columns(
         rows,
-        f"{name} must be a list of mappings, a datasets.Dataset (one split) or a pandas DataFrame",
+        f"{name} must be a list of mappings, a split of a dataset (dataset['train']), a DataFrame",
     )
 
 

@@ -258,7 +258,7 @@ class RewardRunner(contextlib.AbstractContextManager):
                 raise ValueError(
                     f"{what} needs the column(s) {', '.join(missing)}; "
                     f"{source} have {', '.join(sorted(columns)) or 'none'} "
-                    "(docs/rewards.md; data.answer_column=NAME makes a column the column answer)"
+                    "(also prompts, completions; data.answer_column=NAME makes a column the answer)"
                 )
 
     @property

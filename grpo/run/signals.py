@@ -8,6 +8,7 @@ step. A second stop signal raises KeyboardInterrupt, which ends the run.
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -76,3 +77,6 @@ class Signals:
         if self.world.may_interrupt:
             self.world.may_interrupt = False
             raise Interrupted
+        # print() could be in the middle of a line, and must not be entered twice.
+        if self.world.is_main:
+            os.write(2, b"stopping, once an update or a save that has begun is complete\n")

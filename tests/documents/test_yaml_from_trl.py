@@ -319,3 +319,33 @@ def test_lora_and_rewards_of_trl(tmp_path, random_model):
     found = yaml_from_trl.Translation()
     yaml_from_trl.add_lora(found, LoraConfig(r=4), str(tmp_path / "missing"))
     assert found.left == ["lora.target_modules: all linear layers; peft takes some of them"]
+
+
+def test_an_object_as_model_a_trainer_of_ones_own_and_arguments_by_position(tmp_path, random_model):
+    """What the values of GRPOConfig do not say: each is a key, or a line of what is left."""
+    pytest.importorskip("peft", reason="needs peft: pip install -e '.[lora]'")
+    script = f"""
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+class MyTrainer(GRPOTrainer):
+    def _compute_loss(self, model, inputs):
+        return 0.0
+
+def scaled(scale=1.0, completions=None, trainer_state=None, **columns):
+    return [scale for _ in completions]
+
+model = AutoModelForCausalLM.from_pretrained({str(random_model)!r})
+adapted = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"]))
+MyTrainer(adapted, functools.partial(scaled, 5.0), GRPOConfig("runs/x"), train_dataset=dataset)
+"""
+    values, left = translated(tmp_path, script)
+    assert values["model"]["name_or_path"] == str(random_model)
+    assert values["lora"] == {"rank": 4, "alpha": 8, "target_modules": ["q_proj"]}
+    (reward,) = values["reward"]["functions"]
+    assert reward["args"] == {"scale": 5.0}
+    text = "\n".join(left)
+    assert "model: the script passes an object" in text
+    assert "lora: of the adapter 'default'" in text
+    assert "MyTrainer has its own _compute_loss: a loss" in text
+    assert "scaled: trainer_state.global_step counts rollouts" in text

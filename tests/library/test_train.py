@@ -193,7 +193,7 @@ def test_the_run_is_that_of_the_command_and_other_commands_say_what_they_lack(
         (dict(config={"optim": 3}), "optim is a section"),
         (dict(reward_functions=[3]), "3 is no function or class, and no name of one"),
         (dict(reward_functions=lambda completions, gold: [1.0]), "reward 'lambda' needs the column(s) gold"),
-        (dict(dataset=["a"]), "a datasets.Dataset (one split) or a pandas DataFrame: row 1 is 'a'"),
+        (dict(dataset=["a"]), "a split of a dataset (dataset['train']), a DataFrame: row 1 is 'a'"),
         (dict(reward_functions={"name": "format", "args": {"x": len}}), "config.yaml cannot hold its args"),
         (dict(reward_funcs=len), "'reward.functions'? in Python train(reward_functions="),
         (dict(dataset=[]), "data.dataset=python:rows has no rows"),
