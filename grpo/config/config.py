@@ -259,6 +259,7 @@ DEBUG_VALUES = {
     "checkpoint.resume": "never",
     "checkpoint.save_steps": None,
     "checkpoint.keep_best": None,
+    "eval.before_training": False,  # what the model does is printed first
     "eval.max_completion_length": None,
     "logging.wandb": "disabled",
     "logging.trackio": False,

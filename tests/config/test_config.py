@@ -404,7 +404,7 @@ def test_debug_caps_sizes_and_keeps_smaller_ones(file):
         "output_dir": "runs/x-debug",
         "rollout": {"prompts_per_step": 2, "num_generations": 4, "max_completion_length": 8},
         "optim": {"max_steps": 2, "learning_rate": 1e-5},
-        "eval": {"num_samples": 1, "temperature": 1.0, "max_samples": 4},
+        "eval": {"num_samples": 1, "temperature": 1.0, "max_samples": 4, "before_training": False},
         "data": {"max_train_samples": 32, "max_eval_samples": 4},
         "checkpoint": {"resume": "never"},
         "algorithm": {"name": "gspo"},
