@@ -605,6 +605,13 @@ def main() -> None:
         add_settings(found, args, given, num_rows)
         add_arguments(found, arguments, args, script, options.save_rows)
         add_own_trainer(found, type(trainer), GRPOTrainer)
+        removed = ", ".join(given.keys() - set(names))
+        # Workers import the script to find its rewards, without the wrapper of this program.
+        if removed and f"{script.stem}.py:" in str(found.keys):
+            found.left.append(
+                f"{script.name}: this TRL has no {removed}, so an import of the script for its "
+                "functions fails: remove that, or move the functions to a file of their own"
+            )
         try:
             make_config({key: plain(value) for key, value in found.keys.items()})
         except ConfigError as error:

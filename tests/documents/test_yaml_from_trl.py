@@ -349,3 +349,14 @@ MyTrainer(adapted, functools.partial(scaled, 5.0), GRPOConfig("runs/x"), train_d
     assert "lora: of the adapter 'default'" in text
     assert "MyTrainer has its own _compute_loss: a loss" in text
     assert "scaled: trainer_state.global_step counts rollouts" in text
+
+
+def test_a_name_that_trl_has_removed_and_rewards_of_the_script(tmp_path):
+    script = """
+args = GRPOConfig("runs/x", warmup_ratio=0.1)
+if __name__ == "__main__":
+    GRPOTrainer("m", my_reward, args, train_dataset=dataset)
+"""
+    values, left = translated(tmp_path, script)
+    assert values["optim"]["warmup_steps"] == 0.1
+    assert any("has no warmup_ratio, so an import" in line for line in left)
