@@ -174,5 +174,5 @@ def add_outcome(
             raise UserError(
                 f"reward {name!r} failed on all {count} completions that it got in this step: "
                 f"{result.first_errors.get(name, 'on another rank')} "
-                "(docs/rewards.md; for chats, completions are messages)"
+                "(docs/rewards.md; completions are texts, or messages where prompts are chats)"
             )
