@@ -8,6 +8,7 @@ step. A second stop signal raises KeyboardInterrupt, which ends the run.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -79,4 +80,5 @@ class Signals:
             raise Interrupted
         # print() could be in the middle of a line, and must not be entered twice.
         if self.world.is_main:
-            os.write(2, b"stopping, once an update or a save that has begun is complete\n")
+            with contextlib.suppress(OSError):  # the terminal may be closed
+                os.write(2, b"stopping, once an update or a save that has begun is complete\n")
