@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
-import json
 import os
 import signal
 import sys
@@ -88,16 +87,12 @@ class TrainingResult:
         )
 
     def __repr__(self) -> str:
-        from grpo.telemetry.console import evaluation_table
-
         lines = [f"TrainingResult: {self.steps} steps in {self.output_dir}"]
         rewards = [line["reward"] for line in self.metrics if line.get("reward") is not None]
         if rewards:
             lines.append(
                 f"reward of the first and of the last step: {rewards[0]:.3f}, {rewards[-1]:.3f}",
             )
-        if self.after:
-            lines.append(evaluation_table(self.before, self.after))
         if self.checkpoint:
             lines.append(
                 f"AutoModelForCausalLM.from_pretrained({str(self.checkpoint)!r}) loads the model",
@@ -193,15 +188,12 @@ def _load_page() -> Callable[[Any], None]:
     another version of the training loop. So this file is refused before it runs.
     """
     spec = importlib.util.find_spec("train_grpo")
-    if not spec:
-        raise ValueError(
-            f"Python finds no train_grpo, which is {PAGE}: pip install -e {PAGE.parent}"
-        )
     # A folder that Python takes for a package has no origin.
-    location = spec.origin or ""
+    location = getattr(spec, "origin", None) or "no file train_grpo.py"
     if Path(location).resolve() != PAGE:
         raise ValueError(
-            f"{location or spec.name} hides {PAGE}, which grpo.train() runs: rename it"
+            f"Python finds {location} in place of {PAGE}, which grpo.train() runs: rename it, or "
+            f"pip install -e {PAGE.parent}"
         )
     # The file is run anew in each call, since a person may have edited it meanwhile.
     page = importlib.util.module_from_spec(spec)
@@ -280,14 +272,6 @@ def _reward_entries(functions: Any, objects: dict[str, Any]) -> list[dict[str, A
             entry = {"name": function, "weight": weight}
         elif isinstance(item, Mapping):
             entry = dict(item)
-        # The run writes its configuration, with these arguments, to config.yaml.
-        try:
-            json.dumps(entry.get("args"))
-        except TypeError as error:
-            raise ConfigError(
-                "reward_functions: config.yaml cannot hold its args: "
-                f"{error}; functools.partial can"
-            ) from None
         if "name" in entry:
             entry["name"] = _name_of(entry["name"], objects)
         entries.append(entry)

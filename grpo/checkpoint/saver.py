@@ -63,17 +63,15 @@ class Progress:
         """Record that all updates of a step are done.
 
         Raises:
-            ValueError: if the state of the user's loop differs between ranks, or is not of JSON.
+            ValueError: if the state of the user's loop differs between ranks.
+            TypeError: if the state has a value that JSON lacks.
         """
         self.line = line
         self.step = line["step"]
         self.num_tokens = line["num_tokens"]
         # What a checkpoint would give back: an error shows now, and a number as a key is text from
         # here on, also in a run that is never stopped.
-        try:
-            state = json.dumps(self.loop_state)
-        except TypeError as error:
-            raise ValueError(f"progress.loop_state: {error}") from error
+        state = json.dumps(self.loop_state)
         world.check_same({"progress.loop_state": state})
         self.loop_state = json.loads(state)
         self.mid_update = False

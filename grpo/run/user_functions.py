@@ -38,7 +38,7 @@ class UserFunctions:
     source_files: dict[str, str]
     """Files that define the functions: name of a file for messages -> path of the file."""
     warnings: set[str]
-    """What is probably a mistake in the loss."""
+    """Probable mistakes in the loss, a line each."""
 
     @property
     def needs_reference(self) -> bool:

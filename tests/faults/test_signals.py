@@ -133,6 +133,7 @@ def test_a_second_signal_ends_the_run_at_once(tmp_path, random_model, uninterrup
     for rank in (0, 1):
         started.kill(signal.SIGTERM, rank)
     assert started.end() != 0
+    assert "stopping, once an update or a save that has begun is complete" in started.text()
     assert "KeyboardInterrupt: second SIGTERM" in started.text()
     run(output, tiny(random_model, output, "checkpoint.save_steps=1"), ranks=2)
     assert_same_run(uninterrupted(2), output, STEPS)

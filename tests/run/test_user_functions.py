@@ -420,6 +420,24 @@ def train(run):
     assert [line["own/step_of_loss"] for line in metrics] == [0, 1]
 
 
+@pytest.mark.slow
+def test_the_state_of_a_loop_is_the_same_on_all_ranks(random_model, tmp_path):
+    file = tmp_path / "loop.py"
+    file.write_text(
+        """
+import train_grpo
+
+def train(run):
+    run.progress.loop_state["rank"] = run.world.rank
+    train_grpo.train(run)
+"""
+    )
+    loop = [f"algorithm.loop={file}:train", "eval.before_training=false"]
+    done = run_trainer(*small_run(random_model, tmp_path / "run"), *loop, ranks=2, check=False)
+    assert done.returncode == 1
+    assert """progress.loop_state is '{"rank": 0}' on rank 0 and '{"rank": 1}'""" in done.stderr
+
+
 def test_a_problem_that_is_twice_in_a_step_is_refused():
     problem = Problem(3, "a", (1,), {})
     with pytest.raises(UserError, match="a problem is twice in this step"):
@@ -433,5 +451,5 @@ def test_the_state_of_a_loop_is_what_a_checkpoint_would_give_back():
     progress.complete_step({"step": 1, "num_tokens": 5}, ONE_RANK)
     assert progress.loop_state == {"seen": {"3": [1, 2]}}
     progress.loop_state["seen"] = torch.ones(2)
-    with pytest.raises(ValueError, match="loop_state: Object of type Tensor is not JSON"):
+    with pytest.raises(TypeError, match="Tensor is not JSON serializable"):
         progress.complete_step({"step": 2, "num_tokens": 5}, ONE_RANK)
