@@ -6,6 +6,7 @@ differently.
 """
 
 import argparse
+import ast
 import functools
 import inspect
 import math
@@ -427,15 +428,24 @@ def arguments_of(function: Any) -> dict[str, Any]:
 def name_of(function: Callable, script: Path) -> str:
     """Return a function or a class as the configuration names it."""
     file = Path(inspect.getsourcefile(function)).resolve()
-    if file == script.resolve():
-        # An import of the script would train again, unless the training has a guard. A function
-        # inside of a function cannot be imported.
-        is_guarded = re.search(r"^if __name__\b", script.read_text(), re.MULTILINE)
-        if not is_guarded or "<locals>" in function.__qualname__:
-            return f"{MOVED}:{function.__name__}"
+    # An import of the script would train again, or load its model, unless both have a guard. A
+    # function inside of a function cannot be imported.
+    cannot_be_imported = not is_guarded(script) or "<locals>" in function.__qualname__
+    if file == script.resolve() and cannot_be_imported:
+        return f"{MOVED}:{function.__name__}"
     if file.is_relative_to(Path.cwd()):
         return f"{file.relative_to(Path.cwd())}:{function.__name__}"
     return f"{function.__module__}:{function.__name__}"
+
+
+def is_guarded(script: Path) -> bool:
+    """True if an import of the script makes no trainer: it stands in a function or under ``if
+    __name__ == "__main__"``."""
+    text = script.read_text()
+    definitions = (ast.FunctionDef, ast.ClassDef, ast.If)
+    at_import = [node for node in ast.parse(text).body if not isinstance(node, definitions)]
+    makes_trainer = any("Trainer(" in ast.unparse(node) for node in at_import)
+    return bool(re.search(r"^if __name__\b", text, re.MULTILINE)) and not makes_trainer
 
 
 def add_rewards(
@@ -544,8 +554,8 @@ def add_arguments(
     # An object has its line already.
     if re.search(rf"{MOVED}:(?!reward_\d)", str(keys)):
         left.append(
-            f"{MOVED}: move the script's functions there, as an import of the script would train "
-            "again, or put its training under if __name__ == '__main__'"
+            f"{MOVED}: move the script's functions there, as an import of the script would make "
+            "its trainer again, or put trainer and training under if __name__ == '__main__'"
         )
 
 

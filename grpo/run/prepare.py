@@ -164,7 +164,8 @@ def _prepare(
         if world.is_main:
             print(
                 f"already complete: {checkpoint}, step {progress.step} of {max_steps}; "
-                "a new output_dir starts anew"
+                "a new output_dir starts anew (not compared: what functions import, and what those "
+                "passed as objects call)"
             )
         return None
 
@@ -206,8 +207,14 @@ def _prepare(
     on_failure.callback(reporter.close)
 
     # The engine, which may start vLLM. The log of vLLM goes to the output folder.
-    probe_ids = train.problems[0].prompt_ids
-    engine = _build_engine(config, world, models, path, probe_ids, reporter)
+    engine = _build_engine(
+        config,
+        world,
+        models,
+        path,
+        train.problems[0].prompt_ids,
+        reporter,
+    )
     on_failure.callback(engine.close)
     if config.uses_turns:
         engine = TurnsEngine(
@@ -389,10 +396,8 @@ def _find_start(
         start = read_start_point(config, checkpoint, {"origin": origin, "content": content})
 
     # Folders may have other names on other machines, so only the digests are compared.
-    files_in_words = (
-        "the content of data.dataset, model.name_or_path, reward.functions or another file"
-    )
-    world.check_same({files_in_words: sorted(content.values())})
+    files = "the content of data.dataset, model.name_or_path, reward.functions or another file"
+    world.check_same({files: sorted(content.values())})
 
     if start.changes and world.is_main:
         changes = "; ".join(f"{key}: {old} -> {new}" for key, old, new in start.changes)

@@ -40,7 +40,6 @@ def print_summary(
     rollout = config.rollout
     algorithm = config.algorithm
     model = run.learner.policy.model
-    save_steps = config.checkpoint.save_steps or "none"
     eval_problems = run.tasks.eval_problems
     built_in = f"baseline {algorithm.baseline}, scale {algorithm.scale}"
     lines = [
@@ -54,8 +53,9 @@ def print_summary(
         f"{algorithm.aggregation}, beta {algorithm.beta:g}, sampler correction "
         f"{algorithm.sampler_correction}{f'; loop {algorithm.loop}' if algorithm.loop else ''}; "
         f"rewards {', '.join(run.tasks.rewards.names)}",
-        f"output    {config.output_dir}, checkpoint.save_steps={save_steps}, saved also at the "
-        f"end, at Ctrl-C and SIGTERM; {how_to_continue(config)}",
+        f"output    {config.output_dir}, checkpoint.save_steps="
+        f"{config.checkpoint.save_steps or 'none'}, saved also at the end, at Ctrl-C and SIGTERM; "
+        f"{how_to_continue(config)}",
         data_line(config.data, train, evaluation, len(eval_problems)),
         config.uses_turns
         and f"tools     {', '.join(run.tasks.tools.key_of_tool) or 'none to call'}",
@@ -76,7 +76,8 @@ def print_summary(
         # The schedule follows from max_steps, so that another max_steps changes the rate.
         lines.append(
             f"resuming  {checkpoint} at step {run.progress.step}, learning rate "
-            f"{run.learner.lr_schedule.get_last_lr()[0]:.3g}"
+            f"{run.learner.lr_schedule.get_last_lr()[0]:.3g}; not compared: what functions import, "
+            "and what those passed as objects call"
         )
     for line in filter(None, lines):
         run.log.reporter.print(line)
@@ -102,7 +103,7 @@ def data_line(
     return (
         f"data      {data.dataset}: {len(train.problems)} problems to train on"
         f"{f', {num_empty} of them with an empty answer' if num_empty else ''}; "
-        f"{num_evaluated or 'none (set data.eval_dataset or data.eval_split)'} to evaluate on; "
+        f"{num_evaluated or 'none (see data.eval_split)'} to evaluate on; "
         f"left out, as empty or longer than {data.max_prompt_length} tokens: "
         f"{train.num_too_long + train.num_empty} and "
         f"{evaluation.num_too_long + evaluation.num_empty}"
@@ -132,12 +133,14 @@ def warnings_of(
     # A right completion never equals a worked solution, so its reward would always be 0.
     comparing = [f.name for f in config.reward.functions if f.name in TEXT_COMPARING_REWARDS]
     answers = [str(problem.columns.get("answer")) for problem in train]
-    num_worked = sum("####" in answer or "\\boxed{" in answer for answer in answers)
+    num_worked = sum(
+        "####" in answer or "\\boxed{" in answer or " is " in answer for answer in answers
+    )
     if comparing and num_worked:
         yield (
-            f"warning: {num_worked} of {len(train)} answers contain #### or \\boxed, and "
-            f"{comparing[0]} compares the whole text: data.answer_pattern takes the answer out "
-            "(docs/data.md)"
+            f"warning: {num_worked} of {len(train)} answers contain ####, \\boxed or the word "
+            f'"is", and {comparing[0]} compares the whole text: data.answer_pattern takes the '
+            "answer out (docs/data.md)"
         )
 
     # vLLM's kernels give other probabilities than the trainer's, and dppo_tv corrects by itself.
@@ -150,8 +153,8 @@ def warnings_of(
 
     # The sampler draws from fewer tokens than the loss takes probabilities over.
     if rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0:
-        filters = f"rollout.top_p={rollout.top_p:g}, top_k={rollout.top_k}, min_p={rollout.min_p:g}"
         yield (
-            f"warning: {filters}: tokens come from a truncated distribution and log-probs from "
-            "the whole one, so the gradient estimate is biased"
+            f"warning: rollout.top_p={rollout.top_p:g}, top_k={rollout.top_k}, "
+            f"min_p={rollout.min_p:g}: tokens come from a truncated distribution and log-probs "
+            "from the whole one, so the gradient estimate is biased"
         )

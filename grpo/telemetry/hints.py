@@ -49,7 +49,7 @@ class Hints:
     once."""
 
     def __init__(self) -> None:
-        self._given: set[str] = set()
+        self.given: set[str] = set()
         """Names of the hints that :meth:`update` has returned."""
         self._peak_rate = 0.0
         """Highest learning rate of the steps so far."""
@@ -69,8 +69,8 @@ class Hints:
         if is_early and metrics.get("frac_unscorable") != 1:
             return []
         hints = self.verdict()
-        new = [hint for name, hint in hints.items() if name not in self._given]
-        self._given.update(hints)
+        new = [hint for name, hint in hints.items() if name not in self.given]
+        self.given.update(hints)
         return new
 
     def verdict(self) -> dict[str, str]:

@@ -385,7 +385,7 @@ class TurnsEngine:
         # The model would copy from an example a call that is none in this run.
         parameters = parameters_by_tool(tools.schemas)
         for turn, answer in pairwise(messages):
-            is_call = turn["role"] == "assistant" and answer["role"] == "tool"
+            is_call = parameters and turn["role"] == "assistant" and answer["role"] == "tool"
             # The chat template writes `tool_calls` in the form that it shows the model.
             if is_call and "tool_calls" not in turn:
                 _, calls = self.turn_format.read(turn["content"], tools.schemas)

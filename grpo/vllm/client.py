@@ -104,8 +104,7 @@ class Server:
             answer = await http.request(method, self.address + route, json=body, timeout=timeout)
             if answer.status_code < 400:
                 return answer
-            details = answer.text[:300].strip()
-            problem = f"refuses {route} (status {answer.status_code}): {details}"
+            problem = f"refuses {route} (status {answer.status_code}): {answer.text[:300].strip()}"
         except (httpx.HTTPError, OSError) as error:
             problem = (
                 f"does not answer {route} within {self.timeout_s:g} s "

@@ -257,12 +257,14 @@ MISTAKES = r"""
     beta=1 -> did you mean 'algorithm.beta'?
     output_dri=1 -> did you mean 'output_dir'?
     optim.lr=1 -> did you mean 'optim.learning_rate'?
+    eval.every_steps=1 -> did you mean 'eval.every'?
+    checkpoint.every=1 -> did you mean 'checkpoint.save_steps'?
     model.name=1 -> did you mean 'model.name_or_path'?
     vllm_server_timeout=1 -> did you mean 'runtime.timeout_s'?
     torch_compile=1 -> unknown key 'torch_compile': no counterpart; not supported
     dataloader_num_workers=4 -> unknown key 'dataloader_num_workers': no counterpart; prompts are tokenized once
     save_total_limit=3 -> unknown key 'save_total_limit'; did you mean 'checkpoint.keep'? a large number keeps all
-    max_steps=3 -> unknown key 'max_steps'; did you mean 'optim.max_steps'? counts rollouts, in TRL updates
+    max_steps=3 -> unknown key 'max_steps'; did you mean 'optim.max_steps'? it counts rollouts, TRL's counts updates
     no_cuda=true -> unknown key 'no_cuda'; did you mean 'runtime.device'? its value is cpu
     quick_brown_fox=1 -> unknown key 'quick_brown_fox'; see --help
     rollout.top_p=1.5 -> rollout.top_p=1.5: input should be less than or equal to 1

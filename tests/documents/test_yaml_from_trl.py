@@ -360,3 +360,19 @@ if __name__ == "__main__":
     values, left = translated(tmp_path, script)
     assert values["optim"]["warmup_steps"] == 0.1
     assert any("has no warmup_ratio, so an import" in line for line in left)
+
+
+def test_a_script_that_only_guards_its_training(tmp_path):
+    """An import would make the trainer, and load the model, in each worker."""
+    from examples.yaml_from_trl import is_guarded
+
+    file = tmp_path / "train.py"
+    guard = 'if __name__ == "__main__":\n    '
+    for script, expected in [
+        (f"{guard}GRPOTrainer(m).train()", True),
+        (f"def main():\n    GRPOTrainer(m).train()\n{guard}main()", True),
+        (f"trainer = GRPOTrainer(m)\n{guard}trainer.train()", False),
+        ("GRPOTrainer(m).train()", False),
+    ]:
+        file.write_text(script)
+        assert is_guarded(file) == expected, script

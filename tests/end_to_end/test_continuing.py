@@ -76,7 +76,10 @@ def test_a_named_checkpoint_is_resumed_from_once(run, tmp_path):
         "checkpoint.accept_changes=true",
     ]
     printed = run("branch", *longer)
-    assert f"resuming  {tmp_path}/branch/checkpoint-4 at step 4, learning rate 0.001\n" in printed
+    assert (
+        f"resuming  {tmp_path}/branch/checkpoint-4 at step 4, learning rate 0.001; not compared: "
+        in printed
+    )
     assert "note: checkpoint.accept_changes accepts optim.max_steps: 4 -> 5\n" in printed
 
 

@@ -43,7 +43,7 @@ def test_rows_of_an_environment_are_compared_with_their_columns():
 
 
 def test_worked_solutions_as_reference_answers_are_noticed():
-    answers = ["1 + 2 = 3 #### 3", [r"So $x = \boxed{3}$."], "4", None]
+    answers = ["1 + 2 = 3 #### 3", [r"So $x = \boxed{3}$."], "The answer is 3", "4", "Paris", None]
     train = [
         Problem(
             n,
@@ -60,7 +60,7 @@ def test_worked_solutions_as_reference_answers_are_noticed():
 
     (line,) = warned("accuracy")
     assert line.startswith(
-        "warning: 2 of 4 answers contain #### or \\boxed, and accuracy compares the whole text: "
+        'warning: 3 of 6 answers contain ####, \\boxed or the word "is", and accuracy compares the whole text: '
     )
     assert not warned("math_verify")
 
