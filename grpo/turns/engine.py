@@ -214,8 +214,9 @@ class Conversation:
         # TRL writes errors in the same form.
         content = str({"error": error} if error else answer.value)
         report = answer.error or error
-        # A forgotten `return`, bytes, or an object that Python prints by its address.
-        if not error and re.search(r"^(None|b['\"].*)?$| object at 0x", content):
+        # A forgotten `return`, bytes, an object that Python prints by its address, or an error that
+        # the tool has caught.
+        if not error and re.search(r"^(None|b['\"].*)?$| object at 0x|^[\w ]*[Ee]rror: ", content):
             report = f"the result {content!r}"
         self.calls.append(ToolCall(name, error, report))
         return {"role": "tool", "name": name, "content": content}
@@ -242,7 +243,7 @@ class Conversation:
         report = f"{answer.error or message}, {place}".rstrip(", ")
         if method != "call" or (self.environment and is_lost):
             # What a call was made with may be why it hung. The last argument is a seed.
-            self.failure = f"{method}{arguments[:-1]!r:.300}: {report}"
+            self.failure = f"{method}({', '.join(map(repr, arguments[:-1])):.300}): {report}"
         # The model reads a message about the tool that does not mention worker processes.
         if answer.status == "timeout":
             message = f"no result within {limit_s:g} seconds"

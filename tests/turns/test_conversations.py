@@ -221,8 +221,9 @@ def test_good_and_bad_calls(policy):
         assert [bool(one.error) for one in c.calls] == [fails, False], call
         assert c.stop_reason == "stop"
         assert c.num_turns == 3
-    # The tools most of whose calls have failed.
-    warning, of_another = play.warnings
+    # The tools most of whose calls have failed, or gave the text of an error.
+    warning, of_python, of_another = play.warnings
+    assert "1 of 1 calls of 'python'" in of_python and "'ZeroDivisionError: div" in of_python
     assert of_another.startswith("warning: 5 of 7 calls of 'misbehave' went wrong")
     assert warning.startswith(
         "warning: 1 of 1 calls of 'calculator' went wrong, by a mistake of the model or of the tool, "
@@ -241,9 +242,10 @@ def test_good_and_bad_calls(policy):
         ("object", "[<object object at 0x"),
         ("bytes", "b'"),
         ("empty", ""),
+        ("caught", "SQL error: no such column"),
     ],
 )
-def test_a_tool_that_returns_no_text_is_told(policy, how, read):
+def test_a_tool_that_returns_no_text_or_an_error_is_told(policy, how, read):
     """The model reads it, and no call has failed."""
     (c,) = play(policy, [[f"<misbehave>{how}</misbehave>", "done"]], ALL_TOOLS)
     assert results(c)[0].startswith(read)
@@ -469,7 +471,7 @@ def test_a_reset_that_fails_costs_its_rows_alone(policy):
     # Its text says so at the end, with what the reset got.
     last_line = found[0].transcript.splitlines()[-1]
     assert last_line.startswith(
-        "[environment failed] reset({'prompt': 'a', 'start': 'broken'},): Val"
+        "[environment failed] reset({'prompt': 'a', 'start': 'broken'}): Val"
     )
     assert found[0].facts.endswith(" tokens, failed")
     assert "failed" not in found[2].transcript

@@ -54,6 +54,8 @@ def misbehave(how: str) -> str:
         return None
     elif how == "empty":
         return ""
+    elif how == "caught":
+        return "SQL error: no such column"
     elif how == "object":
         return [object()]
     elif how == "fork" and os.fork() == 0:
