@@ -137,8 +137,8 @@ def load_rows(
         # scorer reads the column `metadata`.
         if num_without_answer == len(rows) and not isinstance(task, Gym):
             raise ValueError(
-                f"data.answer_column={answer_column} of {source} is empty, or data.answer_pattern="
-                f"{config.answer_pattern!r} matches nothing, in every row; the columns are {names}"
+                f"no row of {source} has a value in data.answer_column={answer_column}, or one "
+                f"that fits data.answer_pattern ({config.answer_pattern or 'unset'}); it has {names}"
             )
     elif config.answer_pattern is not None:
         raise ValueError(

@@ -258,8 +258,8 @@ class RewardRunner(contextlib.AbstractContextManager):
                 raise ValueError(
                     f"{what} needs the column(s) {', '.join(missing)}; "
                     f"{source} have {', '.join(sorted(columns)) or 'none'} "
-                    "(the prompt comes as prompts, in a reset as prompt; data.answer_column=NAME "
-                    "makes a column the answer)"
+                    "(a reward gets lists, prompts and completions; a reset gets prompt; "
+                    "data.answer_column=NAME makes a column the answer)"
                 )
 
     @property

@@ -29,6 +29,7 @@ def given(metric: str, values: list) -> list[tuple[int, str]]:
         ("grad_norm", [0.5] * 3 + [0.0] * 20, 13, "the gradient is 0"),
         ("entropy", [1.0] * 30 + [0.01] * 30, 40, "entropy is 0.010"),
         ("frac_reward_zero_std", [0.3] * 10 + [0.99] * 20, 18, "85% of the groups"),
+        ("reward_std", [0.0] * 30, 3, "all completions have the same reward"),
         ("completions/clipped_ratio", [0.5] * 30, 3, "50% of the completions"),
         ("tools/call_frequency", [0.5, 0.5] + [0.0] * 30, 12, "no call was made"),
         ("tools/failure_frequency", [1.0] * 30, 3, "100% of the tool calls fail"),
@@ -71,7 +72,7 @@ def test_equal_rewards_explain_that_nothing_moves():
 @pytest.mark.parametrize(("accuracy", "name"), [(0.0, "never right"), (0.95, "learned")])
 def test_the_accuracy_says_why_rewards_are_equal(accuracy, name):
     hints = Hints()
-    equal = {"frac_reward_zero_std": 1.0, "kl": 0.0, "grad_norm": 0.0}
+    equal = {"reward_std": 0.0, "frac_reward_zero_std": 1.0, "kl": 0.0, "grad_norm": 0.0}
     for _ in range(12):
         hints.update(HEALTHY | equal | {"rewards/accuracy/mean": accuracy})
     assert list(hints.verdict()) == [name]
