@@ -137,8 +137,8 @@ def load_rows(
         # scorer reads the column `metadata`.
         if num_without_answer == len(rows) and not isinstance(task, Gym):
             raise ValueError(
-                f"no row of {source} has a value in data.answer_column={answer_column}, or one "
-                f"that fits data.answer_pattern ({config.answer_pattern or 'unset'}); it has {names}"
+                f"no row of {source} has a value in data.answer_column={answer_column} (that fits "
+                f"data.answer_pattern, {config.answer_pattern or 'unset'}); the columns are {names}"
             )
     elif config.answer_pattern is not None:
         raise ValueError(

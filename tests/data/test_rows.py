@@ -201,7 +201,7 @@ REFUSED = [
         {"prompt_column": "question"},
         "has no such column, or no prompts in it; it has prompt, answer",
     ),
-    ("d.jsonl", P, PATTERN, "fits data.answer_pattern (#### (.+)); it has"),
+    ("d.jsonl", P, PATTERN, "fits data.answer_pattern, #### (.+)); the columns"),
     (
         "d.jsonl",
         P,
