@@ -88,7 +88,7 @@ def own_metrics(
     for name, value in metrics.items():
         try:
             values = torch.as_tensor(value).detach().float()
-        except (RuntimeError, TypeError) as error:
+        except (RuntimeError, TypeError, ValueError) as error:
             raise ValueError(f"the metric {name!r} is {value!r:.80}, no number") from error
         if mask_BT is not None and values.shape == mask_BT.shape:
             values = values[mask_BT]

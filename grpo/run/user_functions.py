@@ -38,7 +38,7 @@ class UserFunctions:
     source_files: dict[str, str]
     """Files that define the functions: name of a file for messages -> path of the file."""
     warnings: set[str]
-    """Probable mistakes in the loss, a line each."""
+    """Probable mistakes in the loss and the advantages, a line each."""
 
     @property
     def needs_reference(self) -> bool:
@@ -96,11 +96,21 @@ def try_advantages(
     values_PGF = torch.stack([mixed_GF.float(), torch.ones(G, F)])
     rewards_PG = values_PGF[..., 0]
     lengths_PG = torch.stack([numbers_G + 1, torch.ones_like(numbers_G)])
-    name = config.algorithm.advantages
-    with _described("algorithm.advantages", name, user.source_files):
+    with _described("algorithm.advantages", config.algorithm.advantages, user.source_files):
         for step in TRIED_STEPS:
             by_name = _named(names, values_PGF, lengths_PG, [columns, columns], step)
-            call_user_advantages(user.advantages, rewards_PG, values_PGF, by_name)
+            advantages_PG, _ = call_user_advantages(
+                user.advantages,
+                rewards_PG,
+                values_PGF,
+                by_name,
+            )
+            # No function gives the last completion of the first group more than the first one.
+            if advantages_PG[0, 0] < advantages_PG[0, -1]:
+                user.warnings.add(
+                    "warning: algorithm.advantages gives the completion with the lowest reward "
+                    "more than the one with the highest: is its sign right?"
+                )
 
 
 def own_advantages(
@@ -166,8 +176,10 @@ def _described(key: str, name: str, files: dict[str, str]) -> Iterator[None]:
         yield
     except Exception as error:  # the user's function may raise anything
         # The last file defines the function: the message names the line there.
-        file = next(reversed(files.values()), "")
-        raise ValueError(f"{key}={name}{describe_error(error, file)}") from error
+        raise ValueError(
+            f"{key}={name}{describe_error(error, next(reversed(files.values()), ''))} "
+            "(docs/algorithm.md has its arguments)"
+        ) from error
 
 
 def _load(algorithm: AlgorithmConfig, key: str, files: dict[str, str]) -> Any:

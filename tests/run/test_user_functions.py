@@ -294,14 +294,24 @@ def test_advantages_are_tried_on_columns_of_the_rows(tmp_path):
         "def no_eps(rewards_PG):\n"
         "    centred_PG = rewards_PG - rewards_PG.mean(dim=1, keepdim=True)\n"
         "    return centred_PG / rewards_PG.std(dim=1, keepdim=True)\n"
+        "def wrong_sign(rewards_PG):\n"
+        "    return rewards_PG.mean(dim=1, keepdim=True) - rewards_PG\n"
+        "def texts(rewards_PG):\n"
+        "    return rewards_PG, {'names': ['a', 'b']}\n"
     )
 
     def try_function(name, **columns):
         config = make_config({"algorithm.advantages": f"{file}:{name}"})
-        try_advantages(config, load_user_functions(config), columns, ["accuracy", "format"])
+        user = load_user_functions(config)
+        try_advantages(config, user, columns, ["accuracy", "format"])
+        return user.warnings
 
-    try_function("columns", solution=1)
-    try_function("difficulty")
+    assert not try_function("columns", solution=1)
+    assert not try_function("difficulty")
+    (warning,) = try_function("wrong_sign")
+    assert "algorithm.advantages gives the completion with the lowest reward more" in warning
+    with pytest.raises(ValueError, match=r"the metric 'names' is \['a', 'b'\], no number"):
+        try_function("texts")
     words = (
         "no argument 'solution': .* may ask for step, answer, accuracy, format, lengths_PG, rewards"
     )
