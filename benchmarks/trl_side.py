@@ -212,7 +212,7 @@ def main() -> None:
             beta=a.beta,
             use_bias_correction_kl=False,
             epsilon=a.epsilon,
-            epsilon_high=a.clip_high,
+            epsilon_high=a.epsilon_high,
             delta=a.delta,
             importance_sampling_level=a.importance_level,
             mask_truncated_completions=a.mask_truncated_completions,

@@ -221,10 +221,8 @@ def read_start_point(config: Config, folder: Path | None, facts: dict[str, Any])
     # This check comes first: accept_changes cannot help, since an adapter does not fit a run that
     # trains all weights, nor the reverse.
     if is_adapter(folder) != config.uses_lora:
-        raise ConfigError(
-            f"{folder} holds {'all weights' if config.uses_lora else 'a LoRA adapter'}, "
-            "unlike this run: set lora.rank as it was"
-        )
+        kind = "all weights" if config.uses_lora else "a LoRA adapter"
+        raise ConfigError(f"{folder} holds {kind}, unlike this run: set lora.rank as it was")
     state = read_state(folder)
     changes = _differences(config, state, facts["content"])
     if changes and not config.checkpoint.accept_changes:

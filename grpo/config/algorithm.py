@@ -174,8 +174,3 @@ class AlgorithmConfig(Section):
         # The policy loss of these completions has no gradient. The KL has a gradient, and a user's
         # loss may have one.
         return self.beta == 0 and not is_user_function(self.objective)
-
-    @property
-    def clip_high(self) -> float:
-        """Value of ``epsilon_high``, or of ``epsilon`` if it is not set."""
-        return self.epsilon if self.epsilon_high is None else self.epsilon_high

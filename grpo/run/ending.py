@@ -65,9 +65,9 @@ def print_result(run: Run) -> None:
     show = run.log.reporter.print
     hints = run.log.reporter.hints
     if not config.debug:
+        kind = "a LoRA adapter" if run.learner.policy.adapter else "a Hugging Face folder"
         show(
-            f"saved     {config.output_dir}/checkpoint-{run.max_steps}, "
-            f"{'a LoRA adapter' if run.learner.policy.adapter else 'a Hugging Face folder'}; "
+            f"saved     {config.output_dir}/checkpoint-{run.max_steps}, {kind}; "
             f"{sys.executable} -m grpo.report {config.output_dir} draws the run"
         )
     best = run.progress.best

@@ -61,9 +61,8 @@ def print_summary(
         and f"tools     {', '.join(run.tasks.tools.key_of_tool) or 'none to call'}",
         *train.notes,
         *warnings_of(config, train.problems, eval_problems),
+        eval_problems and correctness_note(config.eval, run.tasks.rewards.names),
     ]
-    if eval_problems:
-        lines.append(correctness_note(config.eval, run.tasks.rewards.names))
     is_bf16_on_cpu = config.runtime.precision == "bf16" and run.world.device.type == "cpu"
     if is_bf16_on_cpu and emulates_bf16():
         lines.append(

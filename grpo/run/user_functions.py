@@ -105,11 +105,11 @@ def try_advantages(
                 values_PGF,
                 by_name,
             )
-            # No function gives the last completion of the first group more than the first one.
+            # In the first group each function gives 1 to the first completion, 0 to the last.
             if advantages_PG[0, 0] < advantages_PG[0, -1]:
                 user.warnings.add(
-                    "warning: algorithm.advantages gives the completion with the lowest reward "
-                    "more than the one with the highest: is its sign right?"
+                    "warning: algorithm.advantages gives a completion to which each reward "
+                    "function gives 0 more than one to which each gives 1: is its sign right?"
                 )
 
 
@@ -176,9 +176,9 @@ def _described(key: str, name: str, files: dict[str, str]) -> Iterator[None]:
         yield
     except Exception as error:  # the user's function may raise anything
         # The last file defines the function: the message names the line there.
+        file = next(reversed(files.values()), "")
         raise ValueError(
-            f"{key}={name}{describe_error(error, next(reversed(files.values()), ''))} "
-            "(docs/algorithm.md has its arguments)"
+            f"{key}={name}{describe_error(error, file)} (docs/algorithm.md has its arguments)"
         ) from error
 
 

@@ -309,7 +309,7 @@ def test_advantages_are_tried_on_columns_of_the_rows(tmp_path):
     assert not try_function("columns", solution=1)
     assert not try_function("difficulty")
     (warning,) = try_function("wrong_sign")
-    assert "algorithm.advantages gives the completion with the lowest reward more" in warning
+    assert "gives 0 more than one to which each gives 1: is its sign right?" in warning
     with pytest.raises(ValueError, match=r"the metric 'names' is \['a', 'b'\], no number"):
         try_function("texts")
     words = (
