@@ -1,4 +1,4 @@
-"""The tiny model: a Qwen2 of about a million parameters that is trained in about two minutes, for
+"""The tiny model: a Qwen2 of about a million parameters that is trained in minutes, for
 the demo and the tests.
 
 The model is trained on correct demonstrations of a task first, then on demonstrations with mistakes
@@ -154,7 +154,7 @@ def build_tiny_model(task: str = "arithmetic") -> Path:
     folder = cache / f"tiny-{task}-seed{SEED}-{key}"
     if folder.exists():
         return folder
-    print(f"building the tiny model, about two minutes: {cache} has none ...", file=sys.stderr)
+    print(f"building the tiny model, two to three minutes: {cache} has none ...", file=sys.stderr)
 
     cache.mkdir(parents=True, exist_ok=True)
     # The folder gets its name only when it is complete. So it is never half written, even if this
