@@ -68,10 +68,12 @@ def call_own(
                 "parameters of its own stand after *, and do not end in a shape such as _BT"
             )
     returned = function(*[known[name] for name in positional], **keywords)
-    if not isinstance(returned, tuple):
-        return returned, {}
-    value, metrics = returned
-    return value, metrics
+    match returned:
+        case (value, Mapping() as metrics):
+            return value, metrics
+        case tuple():
+            raise ValueError(f"a tuple must be (tensor, {{name: value}}), got {returned!r:.200}")
+    return returned, {}
 
 
 def own_metrics(
@@ -88,7 +90,7 @@ def own_metrics(
     for name, value in metrics.items():
         try:
             values = torch.as_tensor(value).detach().float()
-        except (RuntimeError, TypeError, ValueError) as error:
+        except Exception as error:  # the user's function may return anything
             raise ValueError(f"the metric {name!r} is {value!r:.80}, no number") from error
         if mask_BT is not None and values.shape == mask_BT.shape:
             values = values[mask_BT]
@@ -96,5 +98,5 @@ def own_metrics(
         if mask_BT is not None and not mask_BT.any():
             numbers = numbers[:0]
         count = torch.tensor(len(numbers))
-        pairs[PREFIX + name] = (numbers.sum(), count)
+        pairs[f"{PREFIX}{name}"] = (numbers.sum(), count)
     return pairs

@@ -257,8 +257,8 @@ def _differences(
     for name in sorted(state["content"].keys() | content.keys()):
         key = f"content of {name}"
         # Twelve digits tell two digests apart, and fit into a message.
-        old_values[key] = state["content"].get(name, "missing")[:12]
-        new_values[key] = content.get(name, "missing")[:12]
+        old_values[key] = state["content"].get(name, "not read")[:12]
+        new_values[key] = content.get(name, "not read")[:12]
     changes = []
     for key, new in new_values.items():
         # A key that is newer than the checkpoint counts as changed: its default may change

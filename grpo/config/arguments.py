@@ -227,8 +227,7 @@ def read_yaml(text: str, source: str) -> Any:
     problem."""
     try:
         return yaml.load(text, Loader=_Loader)
-    # Deeply nested brackets exhaust the parser's stack.
-    except (yaml.YAMLError, RecursionError) as error:
+    except yaml.YAMLError as error:
         raise ConfigError(f"{source}: not valid YAML: {' '.join(str(error).split())}") from None
 
 

@@ -51,9 +51,7 @@ def help_text(model: type[BaseModel], words: Sequence[str] = ()) -> str:
     Raises:
         ValueError: if no key contains one of the words.
     """
-    lines = []
-    if not words:
-        lines.append(USAGE)
+    lines = [] if words else [USAGE]
     keys = keys_of(model)
     for key, field in keys.items():
         if words and not any(word in key for word in words):
@@ -97,7 +95,7 @@ def as_yaml(value: Any) -> str:
 
 def unknown_key(key: str, keys: list[str]) -> str:
     """Return the message for a key that does not exist. The message names the key that was probably
-    meant."""
+    meant, or else the keys of the section."""
     leaf = key.rpartition(".")[2]
     suggestion = ""
     for pattern, answer in OTHER_NAMES.items():
@@ -107,14 +105,14 @@ def unknown_key(key: str, keys: list[str]) -> str:
     # The name may be misspelt, or right but in a wrong section.
     if not suggestion:
         sections = [name.partition(".")[0] for name in keys]
-        full_names = {}
         # A later entry replaces an earlier entry. So a section wins over keys that end in its name,
         # and of several keys with the same end the first key wins.
-        for name in [*reversed(keys), *sections]:
-            full_names[name.rpartition(".")[2]] = name
+        full_names = {name.rpartition(".")[2]: name for name in [*reversed(keys), *sections]}
         similar = difflib.get_close_matches(leaf, full_names, n=1, cutoff=0.72)
         if not similar:
-            return f"unknown key {key!r}; see --help, or docs/trl_arguments.md"
+            section = f"{key.partition('.')[0]}."
+            in_section = [name for name in keys if name.startswith(section)]
+            return f"unknown key {key!r}; known are {', '.join(in_section) or 'those of --help'}"
         suggestion = full_names[similar[0]]
     name, _, note = suggestion.partition("; ")
     if " " in name:

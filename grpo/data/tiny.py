@@ -235,7 +235,7 @@ def _learning_rate_factor(step: int, recipe: Recipe) -> float:
     """Return the factor of the learning rate: linear warm-up, then cosine decay to zero."""
     if step < recipe.warmup_steps:
         return (step + 1) / recipe.warmup_steps
-    decay_steps = max(1, recipe.steps - recipe.warmup_steps)
+    decay_steps = recipe.steps - recipe.warmup_steps
     return 0.5 * (1 + math.cos(math.pi * (step - recipe.warmup_steps) / decay_steps))
 
 

@@ -23,7 +23,6 @@ from grpo.model.policy import (
     decoder_layers,
     freeze_unused_by_text,
     in_training_mode,
-    make_reference,
     num_parameters,
     store_frozen_in_bf16,
     sync_reference,

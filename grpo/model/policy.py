@@ -246,13 +246,6 @@ def freeze_unused_by_text(model: nn.Module, output: torch.Tensor) -> dict[str, n
     return frozen
 
 
-def make_reference(model: nn.Module) -> nn.Module:
-    """Return a frozen copy of a model, or of a model's scorer, in eval mode. Until the model
-    changes, the KL between model and copy is 0."""
-    reference = copy.deepcopy(model)
-    return reference.eval().requires_grad_(False)
-
-
 def store_frozen_in_bf16(policy: Policy) -> None:
     """Store the weights of frozen linear layers in bf16, which halves their memory.
 

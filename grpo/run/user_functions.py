@@ -76,8 +76,8 @@ def try_advantages(
     columns: Mapping[str, Any],
     names: Sequence[str],
 ) -> None:
-    """Call the user's advantages on two groups: one of the rewards 1, 0, 0 and so on, and one of
-    equal rewards and lengths, as they occur in every run.
+    """Call the user's advantages on three groups, as they occur in every run: one of the rewards 1,
+    0, 0 and so on, one of rewards 1 and one of rewards 0. Within the last two, lengths are equal.
 
     Args:
         columns: the columns of a row.
@@ -90,21 +90,22 @@ def try_advantages(
         return
     G = config.rollout.num_generations
     F = len(names)
-    numbers_G = torch.arange(G)
     # Each function has another number of ones.
-    mixed_GF = numbers_G[:, None] <= torch.arange(F)
-    values_PGF = torch.stack([mixed_GF.float(), torch.ones(G, F)])
+    mixed_GF = torch.arange(G)[:, None] <= torch.arange(F)
+    values_PGF = torch.stack([mixed_GF.float(), torch.ones(G, F), torch.zeros(G, F)])
     rewards_PG = values_PGF[..., 0]
-    lengths_PG = torch.stack([numbers_G + 1, torch.ones_like(numbers_G)])
+    lengths_PG = rewards_PG.long() + 1
     with _described("algorithm.advantages", config.algorithm.advantages, user.source_files):
         for step in TRIED_STEPS:
-            by_name = _named(names, values_PGF, lengths_PG, [columns, columns], step)
-            advantages_PG, _ = call_user_advantages(
-                user.advantages,
-                rewards_PG,
-                values_PGF,
-                by_name,
-            )
+            by_name = _named(names, values_PGF, lengths_PG, [columns] * 3, step)
+            call = partial(call_user_advantages, user.advantages, rewards_PG, values_PGF, by_name)
+            advantages_PG, _ = call()
+            again_PG, _ = call()
+            if not torch.equal(advantages_PG, again_PG):
+                user.warnings.add(
+                    "warning: algorithm.advantages gives other advantages at a second call: what "
+                    "it draws or remembers is in no checkpoint, and may differ between ranks"
+                )
             # In the first group each function gives 1 to the first completion, 0 to the last.
             if advantages_PG[0, 0] < advantages_PG[0, -1]:
                 user.warnings.add(

@@ -1,6 +1,7 @@
 """Checkpoints: whole or not there, loadable by anyone. (That they run no code:
 ``tests/faults/test_poison.py``.)"""
 
+import copy
 import json
 import os
 import shutil
@@ -21,7 +22,6 @@ from grpo.checkpoint.format import (
 )
 from grpo.config import OptimConfig
 from grpo.distributed import save_tensors
-from grpo.model import make_reference
 from grpo.run.optimizer import make_optimizer
 
 
@@ -35,7 +35,7 @@ def update(things: TrainedTensors) -> None:
 def trained(folder, updates: int = 3) -> TrainedTensors:
     """A policy, an optimizer that has moments, and a reference that has moved."""
     policy = load(folder)
-    reference = make_reference(policy.model)
+    reference = copy.deepcopy(policy.model).requires_grad_(False)
     optimizer = make_optimizer(
         policy.model, OptimConfig(learning_rate=1e-3, betas=(0.9, 0.99), weight_decay=0.1)
     )

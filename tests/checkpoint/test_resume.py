@@ -41,8 +41,8 @@ def test_files_and_rows_that_differ_and_a_key_that_is_new():
     state = {"config": written, "content": {"r.py": "b", "gone.py": "c", "same": "d"}}
     assert _differences(make_config({}), state, {"r.py": "e", "new.py": "f", "same": "d"}) == [
         ("algorithm.scale", "missing", "group"),
-        ("content of gone.py", "c", "missing"),
-        ("content of new.py", "missing", "f"),
+        ("content of gone.py", "c", "not read"),
+        ("content of new.py", "not read", "f"),
         ("content of r.py", "b", "e"),
     ]
 

@@ -262,7 +262,8 @@ MISTAKES = r"""
     save_total_limit=3 -> unknown key 'save_total_limit'; did you mean 'checkpoint.keep'? a large number keeps all
     max_steps=3 -> unknown key 'max_steps'; did you mean 'optim.max_steps'? it counts rollouts, TRL's counts updates
     no_cuda=true -> unknown key 'no_cuda'; did you mean 'runtime.device'? its value is cpu
-    quick_brown_fox=1 -> unknown key 'quick_brown_fox'; see --help
+    quick_brown_fox=1 -> unknown key 'quick_brown_fox'; known are those of --help
+    optim.fox=1 -> unknown key 'optim.fox'; known are optim.name, optim.learning_rate
     rollout.top_p=1.5 -> rollout.top_p=1.5: input should be less than or equal to 1
     rollout.temperature=0 -> rollout.temperature=0: input should be greater than 0
     optim.learning_rate=fast -> optim.learning_rate='fast': input should be a valid number

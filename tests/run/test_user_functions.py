@@ -284,9 +284,10 @@ def test_the_example_with_lengths_and_a_reference_by_hand():
 
 
 def test_advantages_are_tried_on_columns_of_the_rows(tmp_path):
-    """And on values of each reward function, by its name: 0 and 1, and a group of equal rewards."""
+    """And on values of each reward function, by its name: 0 and 1, and groups of equal rewards."""
     file = tmp_path / "mine.py"
     file.write_text(
+        "import torch\n"
         "def columns(rewards_PG, solution):\n    return rewards_PG / len(solution)\n"
         "def difficulty(rewards_PG, accuracy):\n"
         "    p_P1 = accuracy.mean(dim=1, keepdim=True)\n"
@@ -296,6 +297,14 @@ def test_advantages_are_tried_on_columns_of_the_rows(tmp_path):
         "    return centred_PG / rewards_PG.std(dim=1, keepdim=True)\n"
         "def wrong_sign(rewards_PG):\n"
         "    return rewards_PG.mean(dim=1, keepdim=True) - rewards_PG\n"
+        "def by_the_mean(rewards_PG):\n"
+        "    return rewards_PG / rewards_PG.mean(dim=1, keepdim=True) - 1\n"
+        "def by_chance(rewards_PG):\n"
+        "    return rewards_PG + torch.rand_like(rewards_PG) / 9\n"
+        "def three(rewards_PG):\n"
+        "    return rewards_PG, {}, rewards_PG\n"
+        "def no_name(rewards_PG):\n"
+        "    return rewards_PG, 0.5\n"
         "def texts(rewards_PG):\n"
         "    return rewards_PG, {'names': ['a', 'b']}\n"
     )
@@ -310,6 +319,13 @@ def test_advantages_are_tried_on_columns_of_the_rows(tmp_path):
     assert not try_function("difficulty")
     (warning,) = try_function("wrong_sign")
     assert "gives 0 more than one to which each gives 1: is its sign right?" in warning
+    (warning,) = try_function("by_chance")
+    assert "gives other advantages at a second call" in warning
+    with pytest.raises(ValueError, match=r"for the rewards .*1.0, 1.0.*0.0, 0.0"):
+        try_function("by_the_mean")
+    for name in ("three", "no_name"):
+        with pytest.raises(ValueError, match=r"a tuple must be \(tensor, {name: value}\), got "):
+            try_function(name)
     with pytest.raises(ValueError, match=r"the metric 'names' is \['a', 'b'\], no number"):
         try_function("texts")
     words = (
