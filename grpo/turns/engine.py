@@ -243,7 +243,7 @@ class Conversation:
         report = f"{answer.error or message}, {place}".rstrip(", ")
         if method != "call" or (self.environment and is_lost):
             # What a call was made with may be why it hung. The last argument is a seed.
-            self.failure = f"{method}({', '.join(map(repr, arguments[:-1])):.300}): {report}"
+            self.failure = f"{' '.join([method, *map(repr, arguments[:-1])]):.300}: {report}"
         # The model reads a message about the tool that does not mention worker processes.
         if answer.status == "timeout":
             message = f"no result within {limit_s:g} seconds"

@@ -471,7 +471,7 @@ def test_a_reset_that_fails_costs_its_rows_alone(policy):
     # Its text says so at the end, with what the reset got.
     last_line = found[0].transcript.splitlines()[-1]
     assert last_line.startswith(
-        "[environment failed] reset({'prompt': 'a', 'start': 'broken'}): Val"
+        "[environment failed] reset {'prompt': 'a', 'start': 'broken'}: Val"
     )
     assert found[0].facts.endswith(" tokens, failed")
     assert "failed" not in found[2].transcript

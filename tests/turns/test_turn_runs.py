@@ -175,8 +175,8 @@ def test_a_run_stops_where_every_step_of_an_environment_fails(random_model, tmp_
     (number,) = re.findall(r"all (\d+) environments of this step have failed, ", done.stderr)
     assert 0 < int(number) < 24
     # With what the method was called: an action and a seed.
-    assert "have failed, first with step('" in done.stderr and failure in done.stderr
-    assert "completions have failed, first with step('" in done.stdout and failure in done.stdout
+    assert "have failed, first with step '" in done.stderr and failure in done.stderr
+    assert "completions have failed, first with step '" in done.stdout and failure in done.stdout
 
 
 @pytest.mark.parametrize(("num_cut", "stops"), [(12, False), (11, True)])
