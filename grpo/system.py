@@ -116,9 +116,15 @@ def seconds_waited_for_core() -> float:
 
 
 @contextlib.contextmanager
-def signs_of_life(work: str, *, is_shown: bool = True, every_s: int = 30) -> Iterator[None]:
-    """Print a line on stderr every ``every_s`` seconds until the block ends. A terminal gets none,
-    because it has progress bars."""
+def signs_of_life(
+    work: str,
+    how_far: Callable[[], str] = str,
+    *,
+    is_shown: bool = True,
+    every_s: int = 30,
+) -> Iterator[None]:
+    """Print a line on stderr every ``every_s`` seconds until the block ends: the work, followed by
+    ``how_far()``. A terminal gets no line, because it has progress bars."""
     if not is_shown or sys.stderr.isatty():
         yield
         return
@@ -127,7 +133,7 @@ def signs_of_life(work: str, *, is_shown: bool = True, every_s: int = 30) -> Ite
     def print_lines() -> None:
         seconds = every_s
         while not has_ended.wait(every_s):
-            print(f"{work}: {seconds} s so far", file=sys.stderr, flush=True)
+            print(f"{work}{how_far()}: {seconds} s so far", file=sys.stderr, flush=True)
             seconds += every_s
 
     # A daemon does not keep a process alive whose main thread has ended.

@@ -24,8 +24,6 @@ import os
 from pathlib import Path
 from statistics import fmean
 
-from tqdm import tqdm
-
 from grpo.commands.command import command_parser
 from grpo.commands.models import BUILTIN_ENGINE, find_tokenizer, load_engine
 from grpo.config import Config, config_of_models
@@ -155,11 +153,7 @@ def _evaluate(
     sampling = eval_sampling(config)
     max_row_length = config.data.max_prompt_length + sampling.max_completion_length
     engine = load_engine(config, world, path, tokenizer, tools, max_row_length)
-    bar = tqdm(
-        desc=model,
-        disable=None if world.is_main else True,  # None: shown if stderr is a terminal
-    )
-    with contextlib.closing(engine), bar, engine_with_weights(engine, world):
+    with contextlib.closing(engine), engine_with_weights(engine, world):
         return evaluate(
             engine,
             problems,
@@ -167,7 +161,6 @@ def _evaluate(
             world,
             sampling,
             seed=config.seed,
-            on_problems=bar.update,
         )
 
 

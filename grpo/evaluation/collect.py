@@ -4,8 +4,10 @@ Ranks exchange results of single completions, not averages, so the metrics are t
 number of ranks.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+
+from tqdm import tqdm
 
 from grpo.algorithm.batch import Problem
 from grpo.config import Config
@@ -105,7 +107,6 @@ def evaluate(
     sampling: SamplingParams,
     *,
     seed: int,
-    on_problems: Callable[[int], object] = lambda count: None,
 ) -> Evaluation:
     """Generate and grade a greedy completion of every problem and, if the temperature of
     ``sampling`` is above 0, also sampled completions.
@@ -116,8 +117,6 @@ def evaluate(
     Args:
         problems: all problems, the same on every rank.
         grade: returns the results of the completions of each group.
-        on_problems: called with the number of problems after each call of the sampler, for progress
-            bars.
 
     Raises:
         UserError: on all ranks, before the first step or outside of training, if the reward that
@@ -135,8 +134,21 @@ def evaluate(
     # no rank waits in gather_objects below. The block may take minutes, so a stop signal ends it at
     # once.
     results_of_rank = {index: [] for index in indices}
-    lines = signs_of_life("evaluation", is_shown=world.is_main)
-    with lines, world.fail_together(), world.interruptible():
+    num_done = 0
+    total = len(rounds) * len(indices)
+    lines = signs_of_life(
+        "evaluation",
+        lambda: f", {num_done / total:.0%} done",
+        is_shown=world.is_main,
+    )
+    bar = tqdm(
+        desc="evaluation",
+        total=total,
+        unit="problem",
+        leave=False,
+        disable=None if world.is_main else True,  # None: shown if stderr is a terminal
+    )
+    with lines, bar, world.fail_together(), world.interruptible():
         for name, settings in rounds.items():
             # A call has at least one problem, even if its samples alone exceed the limit of a call.
             num_problems = max(engine.rows_per_call // settings.num_generations, 1)
@@ -151,7 +163,8 @@ def evaluate(
                 )
                 for index, results in zip(batch, grade(groups), strict=True):
                     results_of_rank[index] += results
-                on_problems(len(batch))
+                bar.update(len(batch))
+                num_done += len(batch)
 
     results_by_index = {}
     for results in world.gather_objects(results_of_rank):

@@ -60,7 +60,7 @@ def sample_and_score(
     # Memory may run out, a reward fail or a signal arrive on this rank alone: the others must not
     # wait for it in the next collective.
     with world.fail_together(), world.interruptible():
-        bar = run.log.reporter.bar("rollout", max_tokens)
+        bar = run.log.reporter.rollout_bar(max_tokens)
         with world.timed("rollout", step.seconds), bar:
             groups = run.sampler.engine.generate(
                 problems,

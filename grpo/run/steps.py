@@ -99,14 +99,8 @@ def evaluate_if_due(run: Run) -> dict[str, float]:
     sampling = replace(
         eval_sampling(config), tokens_in_flight=run.sampler.sampling.tokens_in_flight
     )
-    num_rounds = 1 if sampling.is_greedy else 2  # greedy, and sampled
-    total = num_rounds * len(world.local_rows(problems))
     seconds = {}
-    with (
-        world.timed("eval", seconds),
-        run.sampler.current_weights(),
-        reporter.bar("evaluation", total, "problem") as bar,
-    ):
+    with world.timed("eval", seconds), run.sampler.current_weights():
         evaluation = evaluate(
             run.sampler.engine,
             problems,
@@ -115,7 +109,6 @@ def evaluate_if_due(run: Run) -> dict[str, float]:
             sampling,
             # Each evaluation has the same seeds, so that metrics differ by the weights alone.
             seed=config.seed,
-            on_problems=bar.update,
         )
     metrics = evaluation.metrics
     reporter.evaluation(progress.step, metrics, evaluation.intervals, seconds["eval"])

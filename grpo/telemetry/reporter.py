@@ -95,18 +95,12 @@ class Reporter:
             tqdm.write(printable(text))
             sys.stdout.flush()
 
-    def bar(
-        self,
-        description: str,
-        total: int,
-        unit: str = "tok",
-    ) -> tqdm:
-        """Return a progress bar, which is shown on a terminal only. ``bar.update(n)`` moves it on
-        by n."""
+    def rollout_bar(self, num_tokens: int) -> tqdm:
+        """Return the progress bar of a rollout, which is shown on a terminal only."""
         return tqdm(
-            total=total,
-            desc=description,
-            unit=unit,
+            total=num_tokens,
+            desc="rollout",
+            unit="tok",
             leave=False,
             # For tqdm None means: disabled unless stderr is a terminal.
             disable=None if self.is_main else True,

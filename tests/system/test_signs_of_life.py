@@ -30,10 +30,11 @@ def test_lines_come_until_the_work_ends(monkeypatch):
     stream = Stream(is_terminal=False)
     monkeypatch.setattr(sys, "stderr", stream)
     before = set(threading.enumerate())
-    with signs_of_life("step 3/150", every_s=1):
+    num_done = iter((12, 24))
+    with signs_of_life("evaluation", lambda: f", {next(num_done)}% done", every_s=1):
         (thread,) = set(threading.enumerate()) - before
         assert stream.has_two_lines.wait(timeout=60)
-    assert stream.text.startswith("step 3/150: 1 s so far\nstep 3/150: 2 s so far\n")
+    assert stream.text == "evaluation, 12% done: 1 s so far\nevaluation, 24% done: 2 s so far\n"
     thread.join(timeout=60)
     assert not thread.is_alive()
 
