@@ -11,7 +11,18 @@ from grpo.rewards import RewardRunner
     ("before", "now", "expected"),
     [
         ({"seed": 5}, {"seed": 5, "eval.every": 2}, []),
-        ({"optim.max_steps": 2}, {"optim.max_steps": 4}, [("optim.max_steps", 2, 4)]),
+        # More steps of a constant rate are the same training; a schedule follows from their number.
+        ({"optim.max_steps": 2}, {"optim.max_steps": 4}, []),
+        (
+            {"optim.max_steps": 2, "optim.lr_scheduler_type": "linear"},
+            {"optim.max_steps": 4, "optim.lr_scheduler_type": "linear"},
+            [("optim.max_steps", 2, 4)],
+        ),
+        (
+            {"optim.num_epochs": 2, "optim.warmup_steps": 0.1},
+            {"optim.num_epochs": 3, "optim.warmup_steps": 0.1},
+            [("optim.num_epochs", 2.0, 3.0)],
+        ),
         # How a batch is cut changes rounding alone; remote code can compute another function.
         (
             {},

@@ -27,7 +27,7 @@ def test_continued_from_an_earlier_checkpoint_a_run_keeps_what_it_saves(tmp_path
     run_trainer(*arguments, "optim.max_steps=4")
     with open(tmp_path / "checkpoint-4" / "model.safetensors", "r+b") as file:
         file.truncate(100)
-    again = [*arguments, "optim.max_steps=5", "checkpoint.accept_changes=true"]
+    again = [*arguments, "optim.max_steps=5"]
     done = run_trainer(*again)
     assert "warning: skipping" in done.stdout
     assert "checkpoint-4: model.safetensors" in done.stdout
