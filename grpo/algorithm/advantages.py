@@ -217,7 +217,7 @@ def call_user_advantages(
     function: UserAdvantages,
     rewards_PG: Tensor,
     values_PGF: Tensor,
-    by_name: Mapping[str, Any] | None = None,
+    by_name: dict[str, Any] | None = None,
 ) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
     """Return the advantages ``[P, G]`` of a user's function in fp32, 0 where the reward is NaN, and
     its metrics as name -> (sum, count).

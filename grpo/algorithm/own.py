@@ -19,8 +19,8 @@ def named_arguments(function: Callable) -> set[str]:
 
 def call_own(
     function: Callable,
-    in_order: Mapping[str, Any],
-    by_name: Mapping[str, Any],
+    in_order: dict[str, Any],
+    by_name: dict[str, Any],
 ) -> tuple[Any, Mapping[str, Any]]:
     """Call a user's function with copies of the arguments that it names.
 
@@ -40,16 +40,18 @@ def call_own(
             parameters stand after ``*``.
     """
     # The function may change its arguments. The metrics report the originals.
-    known = {**by_name, **in_order}
+    known = by_name | in_order
     for name, value in known.items():
         if isinstance(value, Tensor):
             known[name] = value.clone()
 
     parameters = inspect.signature(function).parameters
     names = list(parameters)
-    # With a misspelt first name, the others would get the tensors of other places.
+    # An argument in the place of another, also without its shape (`ratio`), would get its tensor.
+    all_known = f" {'_ '.join(known)}_"
     is_in_place = all(
-        name == place or name not in known for name, place in zip(names, in_order, strict=False)
+        f"{place}_".startswith(f"{name}_") or f" {name}_" not in all_known
+        for name, place in zip(names, in_order, strict=False)
     )
     positional = []
     if names[0] not in known and is_in_place:
@@ -72,7 +74,10 @@ def call_own(
         case (value, Mapping() as metrics):
             return value, metrics
         case tuple():
-            raise ValueError(f"a tuple must be (tensor, {{name: value}}), got {returned!r:.200}")
+            raise ValueError(
+                "a tuple must be (tensor, {name: value}), not one of "
+                f"{', '.join(type(part).__name__ for part in returned)}"
+            )
     return returned, {}
 
 

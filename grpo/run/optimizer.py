@@ -119,7 +119,7 @@ def apply_update(learner: Learner, metrics: Accumulator) -> None:
     if skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
         raise ValueError(
             f"{skipped_in_a_row} updates in a row had a gradient that is not finite: "
-            "lower optim.learning_rate"
+            "lower optim.learning_rate, or mend algorithm.objective, if it is a function of yours"
         )
 
     metrics.add("grad_norm", grad_norm if is_finite else 0.0, count=float(is_finite))

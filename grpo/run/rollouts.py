@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import numpy
 import torch
+from tqdm import tqdm
 
 from grpo.algorithm.advantages import has_no_advantage, values_to_compare
 from grpo.algorithm.batch import Problem
@@ -60,7 +61,13 @@ def sample_and_score(
     # Memory may run out, a reward fail or a signal arrive on this rank alone: the others must not
     # wait for it in the next collective.
     with world.fail_together(), world.interruptible():
-        bar = run.log.reporter.rollout_bar(max_tokens)
+        bar = tqdm(
+            desc="rollout",
+            total=max_tokens,
+            unit="tok",
+            leave=False,
+            disable=None if world.is_main else True,  # None: shown if stderr is a terminal
+        )
         with world.timed("rollout", step.seconds), bar:
             groups = run.sampler.engine.generate(
                 problems,

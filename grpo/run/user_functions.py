@@ -62,7 +62,12 @@ def load_user_functions(config: Config) -> UserFunctions:
         objective = _load(algorithm, "objective", files)
         with _described("algorithm.objective", algorithm.objective, files):
             for step in TRIED_STEPS:
-                warnings |= _try_objective(objective, step)
+                if not _try_objective(objective, step):
+                    warnings.add(
+                        "warning: algorithm.objective raises the probability of a token with a "
+                        "negative advantage, or lowers that of one with a positive advantage and "
+                        "a ratio below 1: is its sign right, and does it use A_B1?"
+                    )
 
     # The arguments of advantages include columns of the rows, which are not read yet:
     # try_advantages().
@@ -107,10 +112,11 @@ def try_advantages(
                     "it draws or remembers is in no checkpoint, and may differ between ranks"
                 )
             # In the first group each function gives 1 to the first completion, 0 to the last.
-            if advantages_PG[0, 0] < advantages_PG[0, -1]:
+            mixed_G = advantages_PG[0]
+            if mixed_G.any() and mixed_G[0] <= mixed_G[-1]:
                 user.warnings.add(
                     "warning: algorithm.advantages gives a completion to which each reward "
-                    "function gives 0 more than one to which each gives 1: is its sign right?"
+                    "function gives 1 no more than one to which each gives 0: is its sign right?"
                 )
 
 
@@ -179,7 +185,8 @@ def _described(key: str, name: str, files: dict[str, str]) -> Iterator[None]:
         # The last file defines the function: the message names the line there.
         file = next(reversed(files.values()), "")
         raise ValueError(
-            f"{key}={name}{describe_error(error, file)} (docs/algorithm.md has its arguments)"
+            f"{key}={name}{describe_error(error, file)} (docs/algorithm.md has its arguments: any "
+            "of them by name, or all that are marked there by position)"
         ) from error
 
 
@@ -202,10 +209,10 @@ def _load(algorithm: AlgorithmConfig, key: str, files: dict[str, str]) -> Any:
     return partial(function, **args)
 
 
-def _try_objective(function: UserObjective, step: int) -> set[str]:
+def _try_objective(function: UserObjective, step: int) -> bool:
     """Check the loss and its gradient on rows of 2, 1 and 0 tokens, with ratios above, below and at
     1. In the second row the policy is the old one and the reference, so that no trust region of a
-    loss leaves it out. Returns warnings.
+    loss leaves it out. Returns False if the sign of the loss seems wrong.
 
     In other micro-batches a row has other neighbours and more padding. Loss and gradient must not
     depend on this.
@@ -244,13 +251,6 @@ def _try_objective(function: UserObjective, step: int) -> set[str]:
         raise ValueError("the loss has no gradient")
     if not (loss.isfinite() and gradient_BT.isfinite().all()):
         raise ValueError(f"the loss ({loss:g}) or its gradient is not finite")
-    warnings = set()
-    # The token is less likely than when it was sampled, and than under the reference.
-    if gradient_BT[0, 1] > 0:
-        warnings.add(
-            "warning: algorithm.objective lowers the probability of a token with a positive "
-            "advantage and a ratio below 1: is its sign right?"
-        )
     other_losses = {
         "the other rows": sum(loss_of(slice(b, b + 1)) for b in range(3)),
         "the number of padding columns": loss_of(all_rows, num_padding=2),
@@ -264,4 +264,6 @@ def _try_objective(function: UserObjective, step: int) -> set[str]:
                 f"the loss of a row or its gradient depends on {others} (or on chance), and so the "
                 "update on how the batch is cut"
             )
-    return warnings
+    # The second token of the first row has a positive advantage, and is less likely than when it
+    # was sampled, and than under the reference. The second row has a negative advantage.
+    return bool(gradient_BT[0, 1] <= 0 <= gradient_BT[1, 0])

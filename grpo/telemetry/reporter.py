@@ -95,17 +95,6 @@ class Reporter:
             tqdm.write(printable(text))
             sys.stdout.flush()
 
-    def rollout_bar(self, num_tokens: int) -> tqdm:
-        """Return the progress bar of a rollout, which is shown on a terminal only."""
-        return tqdm(
-            total=num_tokens,
-            desc="rollout",
-            unit="tok",
-            leave=False,
-            # For tqdm None means: disabled unless stderr is a terminal.
-            disable=None if self.is_main else True,
-        )
-
     def step(self, metrics: dict[str, Any], *, evaluation_follows: bool = False) -> None:
         """Write a step to ``metrics.jsonl``, show it on the console and on dashboards, and print
         hints.

@@ -79,7 +79,7 @@ def test_a_named_checkpoint_is_resumed_from_once(run, tmp_path):
     )
     assert "accept_changes" not in printed
     run("longer", "optim.max_steps=5")
-    assert lines(tmp_path / "branch") == lines(tmp_path / "longer")[-3:]
+    assert lines(tmp_path / "branch")[-1] == lines(tmp_path / "longer")[-1]
 
 
 @pytest.mark.slow

@@ -90,6 +90,12 @@ def text_as_metric(ratio_BT, A_B1):
     return -ratio_BT * A_B1, {"kind": "clip"}
 
 constant = 3
+
+def swapped(ratio, logprobs, A, mask, bounds):
+    return -ratio * A
+
+def one_of_its_own(ratios):
+    return -ratios
 """
 
 
@@ -111,6 +117,8 @@ constant = 3
         ("objective", "silent_typo", "there is no argument 'ref_logprob_BT'"),
         ("objective", "typo_after_star", "no argument 'ref_logprob_BT': .* not end in a shape"),
         ("objective", "first_typo", "there is no argument 'logprob_BT'"),
+        ("objective", "swapped", "there is no argument 'ratio'"),
+        ("objective", "one_of_its_own", r"takes 1 positional .* 5 were given \(docs/algorithm.md"),
         ("objective", "detached", "the loss has no gradient"),
         ("objective", "any_keyword", "there is no argument 'kwargs'"),
         ("objective", "fails", r"\(line 62\) raised KeyError: 'a'"),
@@ -130,13 +138,18 @@ def test_a_mistake_is_one_line_before_the_run_starts(tmp_path, key, name, messag
 
 
 def test_a_loss_with_the_wrong_sign_is_told(tmp_path):
-    """A positive advantage pushes its token down. The built-in loss, written again, is not told."""
+    """A positive advantage pushes its token down, or a negative one up. The built-in loss, written
+    again, is not told."""
     file = tmp_path / "mine.py"
-    file.write_text(f"{FILE}\ndef wrong_sign(ratio_BT, A_B1):\n    return ratio_BT * A_B1\n")
-    user = load_user_functions(make_config({"algorithm.objective": f"{file}:wrong_sign"}))
-    (warning,) = user.warnings
-    assert "is its sign right" in warning
-    for name in ("clip", "clip_and_kl", "likelihood"):
+    file.write_text(
+        f"{FILE}\ndef wrong_sign(ratio_BT, A_B1):\n    return ratio_BT * A_B1\n"
+        "def all_up(ratio_BT, A_B1):\n    return -ratio_BT * A_B1.abs()\n"
+    )
+    for name in ("wrong_sign", "all_up", "likelihood"):
+        user = load_user_functions(make_config({"algorithm.objective": f"{file}:{name}"}))
+        (warning,) = user.warnings
+        assert "is its sign right" in warning
+    for name in ("clip", "clip_and_kl"):
         user = load_user_functions(make_config({"algorithm.objective": f"{file}:{name}"}))
         assert not user.warnings
 
@@ -299,6 +312,10 @@ def test_advantages_are_tried_on_columns_of_the_rows(tmp_path):
         "    return rewards_PG.mean(dim=1, keepdim=True) - rewards_PG\n"
         "def by_the_mean(rewards_PG):\n"
         "    return rewards_PG / rewards_PG.mean(dim=1, keepdim=True) - 1\n"
+        "def all_ones(rewards_PG):\n"
+        "    return torch.ones_like(rewards_PG)\n"
+        "def all_zeros(rewards_PG):\n"
+        "    return torch.zeros_like(rewards_PG)\n"
         "def by_chance(rewards_PG):\n"
         "    return rewards_PG + torch.rand_like(rewards_PG) / 9\n"
         "def three(rewards_PG):\n"
@@ -317,14 +334,17 @@ def test_advantages_are_tried_on_columns_of_the_rows(tmp_path):
 
     assert not try_function("columns", solution=1)
     assert not try_function("difficulty")
-    (warning,) = try_function("wrong_sign")
-    assert "gives 0 more than one to which each gives 1: is its sign right?" in warning
+    for name in ("wrong_sign", "all_ones"):
+        (warning,) = try_function(name)
+        assert "gives 1 no more than one to which each gives 0: is its sign right?" in warning
+    # As a filter of the groups may.
+    assert not try_function("all_zeros")
     (warning,) = try_function("by_chance")
     assert "gives other advantages at a second call" in warning
     with pytest.raises(ValueError, match=r"for the rewards .*1.0, 1.0.*0.0, 0.0"):
         try_function("by_the_mean")
     for name in ("three", "no_name"):
-        with pytest.raises(ValueError, match=r"a tuple must be \(tensor, {name: value}\), got "):
+        with pytest.raises(ValueError, match=r"a tuple must be \(tensor, {name: value}\), not "):
             try_function(name)
     with pytest.raises(ValueError, match=r"the metric 'names' is \['a', 'b'\], no number"):
         try_function("texts")
