@@ -93,6 +93,7 @@ def try_advantages(
     """
     if user.advantages is None:
         return
+    warn = user.warnings.add
     G = config.rollout.num_generations
     F = len(names)
     # Each function has another number of ones.
@@ -105,16 +106,20 @@ def try_advantages(
             by_name = _named(names, values_PGF, lengths_PG, [columns] * 3, step)
             call = partial(call_user_advantages, user.advantages, rewards_PG, values_PGF, by_name)
             advantages_PG, _ = call()
-            again_PG, _ = call()
-            if not torch.equal(advantages_PG, again_PG):
-                user.warnings.add(
+            if not torch.equal(advantages_PG, call()[0]):
+                warn(
                     "warning: algorithm.advantages gives other advantages at a second call: what "
                     "it draws or remembers is in no checkpoint, and may differ between ranks"
                 )
+            mixed_G, ones_G, _ = advantages_PG
+            if ones_G.std() > 1e-4:
+                warn(
+                    "warning: algorithm.advantages tells completions of a group apart that have "
+                    "equal rewards and lengths: does it mix problems (axis 0), or rank ties?"
+                )
             # In the first group each function gives 1 to the first completion, 0 to the last.
-            mixed_G = advantages_PG[0]
             if mixed_G.any() and mixed_G[0] <= mixed_G[-1]:
-                user.warnings.add(
+                warn(
                     "warning: algorithm.advantages gives a completion to which each reward "
                     "function gives 1 no more than one to which each gives 0: is its sign right?"
                 )
@@ -185,8 +190,7 @@ def _described(key: str, name: str, files: dict[str, str]) -> Iterator[None]:
         # The last file defines the function: the message names the line there.
         file = next(reversed(files.values()), "")
         raise ValueError(
-            f"{key}={name}{describe_error(error, file)} (docs/algorithm.md has its arguments: any "
-            "of them by name, or all that are marked there by position)"
+            f"{key}={name}{describe_error(error, file)} (docs/algorithm.md has its arguments)"
         ) from error
 
 
@@ -209,10 +213,10 @@ def _load(algorithm: AlgorithmConfig, key: str, files: dict[str, str]) -> Any:
     return partial(function, **args)
 
 
-def _try_objective(function: UserObjective, step: int) -> bool:
+def _try_objective(function: UserObjective, step: int) -> Tensor:
     """Check the loss and its gradient on rows of 2, 1 and 0 tokens, with ratios above, below and at
     1. In the second row the policy is the old one and the reference, so that no trust region of a
-    loss leaves it out. Returns False if the sign of the loss seems wrong.
+    loss leaves it out. Returns a bool: False if the sign seems wrong.
 
     In other micro-batches a row has other neighbours and more padding. Loss and gradient must not
     depend on this.
@@ -266,4 +270,4 @@ def _try_objective(function: UserObjective, step: int) -> bool:
             )
     # The second token of the first row has a positive advantage, and is less likely than when it
     # was sampled, and than under the reference. The second row has a negative advantage.
-    return bool(gradient_BT[0, 1] <= 0 <= gradient_BT[1, 0])
+    return gradient_BT[0, 1] <= 0 <= gradient_BT[1, 0]

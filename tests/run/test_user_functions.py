@@ -314,6 +314,10 @@ def test_advantages_are_tried_on_columns_of_the_rows(tmp_path):
         "    return rewards_PG / rewards_PG.mean(dim=1, keepdim=True) - 1\n"
         "def all_ones(rewards_PG):\n"
         "    return torch.ones_like(rewards_PG)\n"
+        "def over_problems(rewards_PG):\n"
+        "    return rewards_PG - rewards_PG.mean(dim=0)\n"
+        "def rank_of_ties(rewards_PG):\n"
+        "    return rewards_PG.flip(1).argsort(dim=1, stable=True).argsort(dim=1).flip(1).float()\n"
         "def all_zeros(rewards_PG):\n"
         "    return torch.zeros_like(rewards_PG)\n"
         "def by_chance(rewards_PG):\n"
@@ -337,10 +341,12 @@ def test_advantages_are_tried_on_columns_of_the_rows(tmp_path):
     for name in ("wrong_sign", "all_ones"):
         (warning,) = try_function(name)
         assert "gives 1 no more than one to which each gives 0: is its sign right?" in warning
+    for name in ("over_problems", "rank_of_ties"):
+        (warning,) = try_function(name)
+        assert "completions of a group apart that have equal rewards and lengths" in warning
     # As a filter of the groups may.
     assert not try_function("all_zeros")
-    (warning,) = try_function("by_chance")
-    assert "gives other advantages at a second call" in warning
+    assert "gives other advantages at a second call" in str(try_function("by_chance"))
     with pytest.raises(ValueError, match=r"for the rewards .*1.0, 1.0.*0.0, 0.0"):
         try_function("by_the_mean")
     for name in ("three", "no_name"):
