@@ -119,7 +119,6 @@ def seconds_waited_for_core() -> float:
 def signs_of_life(
     work: str,
     how_far: Callable[[], str] = str,
-    *,
     is_shown: bool = True,
     every_s: int = 30,
 ) -> Iterator[None]:

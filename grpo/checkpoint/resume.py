@@ -254,9 +254,10 @@ def _differences(
     or dataset whose content has changed."""
     old_values = flat(state["config"])
     new_values = settings_except("may change when a run continues", config)
-    # A rate that is constant after its warm-up does not depend on the number of steps.
+    # A rate that is constant, after a warm-up of whole updates, does not depend on the number of
+    # steps.
     optim = config.optim
-    if optim.lr_scheduler_type == "constant" and not 0 < optim.warmup_steps < 1:
+    if optim.lr_scheduler_type == "constant" and not optim.warmup_steps % 1:
         del new_values["optim.max_steps"], new_values["optim.num_epochs"]
     for name in sorted(state["content"].keys() | content.keys()):
         key = f"content of {name}"

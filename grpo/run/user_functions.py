@@ -94,7 +94,7 @@ def try_advantages(
     if user.advantages is None:
         return
     warn = user.warnings.add
-    G = config.rollout.num_generations
+    G = max(config.rollout.num_generations, 2)
     F = len(names)
     # Each function has another number of ones.
     mixed_GF = torch.arange(G)[:, None] <= torch.arange(F)

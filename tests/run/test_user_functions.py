@@ -341,6 +341,12 @@ def test_advantages_are_tried_on_columns_of_the_rows(tmp_path):
     for name in ("wrong_sign", "all_ones"):
         (warning,) = try_function(name)
         assert "gives 1 no more than one to which each gives 0: is its sign right?" in warning
+    # One completion of each problem has nothing to be compared with.
+    alone = {"rollout.num_generations": 1, "algorithm.baseline": "none", "algorithm.scale": "none"}
+    config = make_config({"algorithm.advantages": f"{file}:columns"} | alone)
+    user = load_user_functions(config)
+    try_advantages(config, user, {"solution": 1}, ["accuracy"])
+    assert not user.warnings
     for name in ("over_problems", "rank_of_ties"):
         (warning,) = try_function(name)
         assert "completions of a group apart that have equal rewards and lengths" in warning
