@@ -144,7 +144,6 @@ def evaluate(
     bar = tqdm(
         desc="evaluation",
         total=total,
-        unit="problem",
         leave=False,
         disable=None if world.is_main else True,  # None: shown if stderr is a terminal
     )

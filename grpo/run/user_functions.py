@@ -213,10 +213,10 @@ def _load(algorithm: AlgorithmConfig, key: str, files: dict[str, str]) -> Any:
     return partial(function, **args)
 
 
-def _try_objective(function: UserObjective, step: int) -> Tensor:
+def _try_objective(function: UserObjective, step: int) -> bool:
     """Check the loss and its gradient on rows of 2, 1 and 0 tokens, with ratios above, below and at
     1. In the second row the policy is the old one and the reference, so that no trust region of a
-    loss leaves it out. Returns a bool: False if the sign seems wrong.
+    loss leaves it out. Returns False if the sign of the loss seems wrong.
 
     In other micro-batches a row has other neighbours and more padding. Loss and gradient must not
     depend on this.
@@ -270,4 +270,4 @@ def _try_objective(function: UserObjective, step: int) -> Tensor:
             )
     # The second token of the first row has a positive advantage, and is less likely than when it
     # was sampled, and than under the reference. The second row has a negative advantage.
-    return gradient_BT[0, 1] <= 0 <= gradient_BT[1, 0]
+    return bool(gradient_BT[0, 1] <= 0 <= gradient_BT[1, 0])
