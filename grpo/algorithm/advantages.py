@@ -217,7 +217,7 @@ def call_user_advantages(
     function: UserAdvantages,
     rewards_PG: Tensor,
     values_PGF: Tensor,
-    by_name: dict[str, Any] | None = None,
+    by_name: dict[str, Any],
 ) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
     """Return the advantages ``[P, G]`` of a user's function in fp32, 0 where the reward is NaN, and
     its metrics as name -> (sum, count).
@@ -229,14 +229,17 @@ def call_user_advantages(
         ValueError: if the function returns another shape, or a number that is not finite.
     """
     in_order = {"rewards_PG": rewards_PG, "values_PGF": values_PGF}
-    advantages_PG, metrics = call_own(function, in_order, by_name or {})
+    advantages_PG, metrics = call_own(function, in_order, by_name)
     check_returned("algorithm.advantages", advantages_PG, rewards_PG.shape)
     advantages_PG = advantages_PG.detach().float()
     advantages_PG = advantages_PG.masked_fill(rewards_PG.isnan(), 0.0)
-    if not advantages_PG.isfinite().all():
+    is_wrong_P = ~advantages_PG.isfinite().all(dim=1)
+    if is_wrong_P.any():
         raise ValueError(
-            f"algorithm.advantages must return finite numbers, got {advantages_PG.tolist()} for "
-            f"the rewards {rewards_PG.tolist()}"
+            f"algorithm.advantages must return finite numbers, got "
+            f"{advantages_PG[is_wrong_P][0].tolist()} for a group with the rewards "
+            f"{rewards_PG[is_wrong_P][0].tolist()}: does it divide by a mean or a "
+            "standard deviation, or take a logarithm, without a small number added?"
         )
     return advantages_PG, own_metrics(metrics)
 

@@ -56,11 +56,11 @@ def load_user_functions(config: Config) -> UserFunctions:
     files = {}
     warnings = set()
     # The order matters: a message about the loss or the advantages names a line of the last file.
-    loop = _load(algorithm, "loop", files) if algorithm.loop else None
+    loop = _load(algorithm, "loop", files)
     objective = None
     if is_user_function(algorithm.objective):
         objective = _load(algorithm, "objective", files)
-        with _described("algorithm.objective", algorithm.objective, files):
+        with _described(algorithm, "objective", files):
             for step in TRIED_STEPS:
                 if not _try_objective(objective, step):
                     warnings.add(
@@ -71,7 +71,7 @@ def load_user_functions(config: Config) -> UserFunctions:
 
     # The arguments of advantages include columns of the rows, which are not read yet:
     # try_advantages().
-    advantages = _load(algorithm, "advantages", files) if algorithm.advantages else None
+    advantages = _load(algorithm, "advantages", files)
     return UserFunctions(objective, advantages, loop, files, warnings)
 
 
@@ -101,7 +101,7 @@ def try_advantages(
     values_PGF = torch.stack([mixed_GF.float(), torch.ones(G, F), torch.zeros(G, F)])
     rewards_PG = values_PGF[..., 0]
     lengths_PG = rewards_PG.long() + 1
-    with _described("algorithm.advantages", config.algorithm.advantages, user.source_files):
+    with _described(config.algorithm, "advantages", user.source_files):
         for step in TRIED_STEPS:
             by_name = _named(names, values_PGF, lengths_PG, [columns] * 3, step)
             call = partial(call_user_advantages, user.advantages, rewards_PG, values_PGF, by_name)
@@ -182,22 +182,25 @@ def _named(
 
 
 @contextlib.contextmanager
-def _described(key: str, name: str, files: dict[str, str]) -> Iterator[None]:
-    """Turn whatever a user's function raises into a ValueError of one line."""
+def _described(algorithm: AlgorithmConfig, key: str, files: dict[str, str]) -> Iterator[None]:
+    """Turn whatever the function that a key names raises into a ValueError of one line."""
     try:
         yield
     except Exception as error:  # the user's function may raise anything
         # The last file defines the function: the message names the line there.
         file = next(reversed(files.values()), "")
         raise ValueError(
-            f"{key}={name}{describe_error(error, file)} (docs/algorithm.md has its arguments)"
+            f"algorithm.{key}={getattr(algorithm, key)}{describe_error(error, file)} "
+            f"(docs/algorithm.md has its arguments; own_args: {algorithm.own_args})"
         ) from error
 
 
 def _load(algorithm: AlgorithmConfig, key: str, files: dict[str, str]) -> Any:
     """Load the function that a key names, with the arguments of the configuration as its own
-    parameters, and add its source files to ``files``."""
+    parameters, and add its source files to ``files``. Returns None if the key is empty."""
     name = getattr(algorithm, key)
+    if not name:
+        return None
     args = algorithm.own_args.get(key, {})
     function = load_object(name, f"algorithm.{key}", "")
     files |= source_files(name, function)

@@ -213,7 +213,7 @@ def test_advantages_of_the_user():
     def doubled_in_place(rewards, values):
         return rewards.mul_(2) + values[..., 1]
 
-    advantages_PG, _ = call_user_advantages(doubled_in_place, rewards_PG, values_PGF)
+    advantages_PG, _ = call_user_advantages(doubled_in_place, rewards_PG, values_PGF, {})
     assert advantages_PG.tolist() == [[2.0, 4.0], [0.0, 4.0]]
     assert rewards_PG[0].tolist() == [1.0, 1.0], "works on a copy"
     for wrong, got in (
@@ -221,4 +221,4 @@ def test_advantages_of_the_user():
         (lambda rewards, values: rewards / 0, "finite"),
     ):
         with pytest.raises(ValueError, match=f"algorithm.advantages must return .*{got}"):
-            call_user_advantages(wrong, rewards_PG, values_PGF)
+            call_user_advantages(wrong, rewards_PG, values_PGF, {})
