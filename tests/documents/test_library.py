@@ -1,6 +1,6 @@
 """The scripts in examples/, the notebook made from one of them, and the code in docs/library.md.
 
-``test_packaging.py`` runs examples/own_reward.py, in an environment as a user has it.
+``.ci/run`` runs examples/own_reward.py, in an environment as a user has it.
 """
 
 import json
