@@ -69,7 +69,8 @@ class LoadedTool:
         self._spec = spec
         self._args = args
         function = function or TOOLS.get(spec)
-        self._function = function or functions.load_object(spec, "tool", ", ".join(TOOLS))
+        builtin = f"{', '.join(TOOLS)}; methods of an environment are tools by themselves"
+        self._function = function or functions.load_object(spec, "tool", builtin)
 
     def describe(self) -> Description:
         """Return the description of the tool, with its schema. This imports transformers."""
