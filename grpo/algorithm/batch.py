@@ -45,11 +45,6 @@ class Problem:
     """Prompt that reward functions get. If the prompt is a list of messages, reward functions get
     completions as messages, too. Default: ``prompt``."""
 
-    @property
-    def prompt_for_rewards(self) -> str | list[dict[str, str]]:
-        """Prompt that reward functions get: ``reward_prompt`` or its default, ``prompt``."""
-        return self.prompt if self.reward_prompt is None else self.reward_prompt
-
 
 @dataclass(frozen=True)
 class ToolCall:

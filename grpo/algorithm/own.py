@@ -2,6 +2,7 @@
 may return metrics."""
 
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -55,21 +56,24 @@ def call_own(
     )
     positional = []
     if names[0] not in known and is_in_place:
-        positional = list(in_order)
+        positional = [known[name] for name in in_order]
     keywords = {}
     for name in names[len(positional) :]:
         if name in known:
             keywords[name] = known[name]
         # A misspelt name with a default would switch a part of the function off without a word.
-        # Only the trainer's tensors have their shape in their name.
-        elif parameters[name].kind != inspect.Parameter.KEYWORD_ONLY or name.endswith(
-            ("_B", "_BT", "_PG", "_PGF")
+        # Only the trainer's tensors have their shape in their name, and none has lost it.
+        elif (
+            parameters[name].kind != inspect.Parameter.KEYWORD_ONLY
+            or name.endswith(("_B", "_BT", "_PG", "_PGF"))
+            or re.search(f" {name}_[A-Z]", all_known)
         ):
             raise ValueError(
                 f"there is no argument {name!r}: a function may ask for {', '.join(known)}; "
-                "parameters of its own stand after *, and do not end in a shape such as _BT"
+                "parameters of its own stand after *, and do not end in a shape such as _BT, nor "
+                "have the name of an argument without its shape"
             )
-    returned = function(*[known[name] for name in positional], **keywords)
+    returned = function(*positional, **keywords)
     match returned:
         case (value, Mapping() as metrics):
             return value, metrics

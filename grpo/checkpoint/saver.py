@@ -180,7 +180,7 @@ class Saver:
         step = self.progress.step
         if self.config.debug or not self.world.is_main or step == self.saved_step:
             return None
-        how = how_to_continue(self.config)
+        how = f"{how_to_continue(self.config)}; changed files need checkpoint.accept_changes=true"
         if self.is_collective or self.progress.mid_update:
             return (
                 f"step {step} cannot be saved by one rank or amid an update; "

@@ -56,10 +56,13 @@ def keys_without_effect(config: Config) -> dict[str, str]:
     train_rows = data.dataset
     eval_rows = data.eval_dataset or train_rows
     is_local = train_rows.startswith(GENERATED_PREFIXES) or train_rows.endswith(FILE_SUFFIXES)
+    keys_without_function = [
+        key for key in algorithm.own_args if not is_user_function(str(getattr(algorithm, key)))
+    ]
     conditions = [
         (
-            not all(is_user_function(str(getattr(algorithm, key))) for key in algorithm.own_args),
-            "for a key that names no function of yours",
+            keys_without_function,
+            f"for {', '.join(keys_without_function)}, which names no function of yours",
             "algorithm.own_args",
         ),
         (objective != "clip", f"with algorithm.objective={objective}", "algorithm.delta"),

@@ -84,13 +84,13 @@ def load_reward(spec: str) -> Callable:
     return function
 
 
-def load_object(spec: str, kind: str, builtin: str) -> Any:
+def load_object(spec: str, kind: str, builtin: str = "") -> Any:
     """Load the function, the class or another callable object named ``package.module:name`` or
     ``path/to/file.py:name``.
 
     Args:
         kind: a noun for messages, such as "reward" or "tool".
-        builtin: the built-in names of this kind, for messages.
+        builtin: the built-in names of this kind, for messages. Default: there are none.
 
     Raises:
         ValueError: if the module cannot be imported, or has no function or class of that name. The

@@ -25,7 +25,7 @@ def score_groups(
     columns_of_rows = []
     for group in groups:
         problem = group.problem
-        prompt = problem.prompt_for_rewards
+        prompt = problem.reward_prompt or problem.prompt
         for completion in group.completions:
             prompts.append(prompt)
             completions.append(answer_to(prompt, completion))

@@ -3,9 +3,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,9 +21,6 @@ from grpo.config import Config
 from grpo.config.algorithm import AlgorithmConfig, is_user_function
 from grpo.rewards.functions import describe_error, load_object, source_files
 from grpo.run.records import Run, Step
-
-TRIED_STEPS = (0, 100)
-"""Steps for which the user's loss and advantages are tried: a term may fade in or out."""
 
 
 @dataclass(frozen=True)
@@ -60,14 +56,7 @@ def load_user_functions(config: Config) -> UserFunctions:
     objective = None
     if is_user_function(algorithm.objective):
         objective = _load(algorithm, "objective", files)
-        with _described(algorithm, "objective", files):
-            for step in TRIED_STEPS:
-                if not _try_objective(objective, step):
-                    warnings.add(
-                        "warning: algorithm.objective raises the probability of a token with a "
-                        "negative advantage, or lowers that of one with a positive advantage and "
-                        "a ratio below 1: is its sign right, and does it use A_B1?"
-                    )
+        _try(config, "objective", files, partial(_try_objective, objective, warnings.add))
 
     # The arguments of advantages include columns of the rows, which are not read yet:
     # try_advantages().
@@ -101,28 +90,30 @@ def try_advantages(
     values_PGF = torch.stack([mixed_GF.float(), torch.ones(G, F), torch.zeros(G, F)])
     rewards_PG = values_PGF[..., 0]
     lengths_PG = rewards_PG.long() + 1
-    with _described(config.algorithm, "advantages", user.source_files):
-        for step in TRIED_STEPS:
-            by_name = _named(names, values_PGF, lengths_PG, [columns] * 3, step)
-            call = partial(call_user_advantages, user.advantages, rewards_PG, values_PGF, by_name)
-            advantages_PG, _ = call()
-            if not torch.equal(advantages_PG, call()[0]):
-                warn(
-                    "warning: algorithm.advantages gives other advantages at a second call: what "
-                    "it draws or remembers is in no checkpoint, and may differ between ranks"
-                )
-            mixed_G, ones_G, _ = advantages_PG
-            if ones_G.std() > 1e-4:
-                warn(
-                    "warning: algorithm.advantages tells completions of a group apart that have "
-                    "equal rewards and lengths: does it mix problems (axis 0), or rank ties?"
-                )
-            # In the first group each function gives 1 to the first completion, 0 to the last.
-            if mixed_G.any() and mixed_G[0] <= mixed_G[-1]:
-                warn(
-                    "warning: algorithm.advantages gives a completion to which each reward "
-                    "function gives 1 no more than one to which each gives 0: is its sign right?"
-                )
+
+    def try_step(step: int) -> None:
+        by_name = _named(names, values_PGF, lengths_PG, [columns] * 3, step)
+        call = partial(call_user_advantages, user.advantages, rewards_PG, values_PGF, by_name)
+        advantages_PG, _ = call()
+        if not torch.equal(advantages_PG, call()[0]):
+            warn(
+                "warning: algorithm.advantages gives other advantages at a second call: what "
+                "it draws or remembers is in no checkpoint, and may differ between ranks"
+            )
+        mixed_G, ones_G, _ = advantages_PG
+        if ones_G.std() > 1e-4:
+            warn(
+                "warning: algorithm.advantages tells completions of a group apart that have "
+                "equal rewards and lengths: does it mix problems (axis 0), or rank ties?"
+            )
+        # In the first group each function gives 1 to the first completion, 0 to the last.
+        if mixed_G.any() and mixed_G[0] <= mixed_G[-1]:
+            warn(
+                "warning: algorithm.advantages gives a completion to which each reward "
+                "function gives 1 no more than one to which each gives 0: is its sign right?"
+            )
+
+    _try(config, "advantages", user.source_files, try_step)
 
 
 def own_advantages(
@@ -181,18 +172,27 @@ def _named(
     return by_name
 
 
-@contextlib.contextmanager
-def _described(algorithm: AlgorithmConfig, key: str, files: dict[str, str]) -> Iterator[None]:
-    """Turn whatever the function that a key names raises into a ValueError of one line."""
-    try:
-        yield
-    except Exception as error:  # the user's function may raise anything
-        # The last file defines the function: the message names the line there.
-        file = next(reversed(files.values()), "")
-        raise ValueError(
-            f"algorithm.{key}={getattr(algorithm, key)}{describe_error(error, file)} "
-            f"(docs/algorithm.md has its arguments; own_args: {algorithm.own_args})"
-        ) from error
+def _try(
+    config: Config,
+    key: str,
+    files: dict[str, str],
+    try_step: Callable[[int], None],
+) -> None:
+    """Try the function that a key names, for the first and the last step, as a term of it may fade
+    in or out. Turn whatever it raises into a ValueError of one line."""
+    # Without max_steps the rows are not counted yet.
+    last_step = (config.optim.max_steps or 101) - 1
+    for step in (0, last_step):
+        try:
+            try_step(step)
+        except Exception as error:  # the user's function may raise anything
+            # The last file defines the function: the message names the line there.
+            file = next(reversed(files.values()), "")
+            raise ValueError(
+                f"algorithm.{key}={getattr(config.algorithm, key)}{describe_error(error, file)} "
+                f"(docs/algorithm.md has its arguments; tried at step {step}, "
+                f"own_args: {config.algorithm.own_args})"
+            ) from error
 
 
 def _load(algorithm: AlgorithmConfig, key: str, files: dict[str, str]) -> Any:
@@ -202,7 +202,7 @@ def _load(algorithm: AlgorithmConfig, key: str, files: dict[str, str]) -> Any:
     if not name:
         return None
     args = algorithm.own_args.get(key, {})
-    function = load_object(name, f"algorithm.{key}", "")
+    function = load_object(name, f"algorithm.{key}")
     files |= source_files(name, function)
     # A partial shows parameters after a bound one as keyword-only: a misspelt name among them would
     # be taken for a parameter of the user's own.
@@ -216,10 +216,14 @@ def _load(algorithm: AlgorithmConfig, key: str, files: dict[str, str]) -> Any:
     return partial(function, **args)
 
 
-def _try_objective(function: UserObjective, step: int) -> bool:
+def _try_objective(
+    function: UserObjective,
+    warn: Callable[[str], None],
+    step: int,
+) -> None:
     """Check the loss and its gradient on rows of 2, 1 and 0 tokens, with ratios above, below and at
     1. In the second row the policy is the old one and the reference, so that no trust region of a
-    loss leaves it out. Returns False if the sign of the loss seems wrong.
+    loss leaves it out. Warn if the sign of the loss seems wrong.
 
     In other micro-batches a row has other neighbours and more padding. Loss and gradient must not
     depend on this.
@@ -273,4 +277,9 @@ def _try_objective(function: UserObjective, step: int) -> bool:
             )
     # The second token of the first row has a positive advantage, and is less likely than when it
     # was sampled, and than under the reference. The second row has a negative advantage.
-    return bool(gradient_BT[0, 1] <= 0 <= gradient_BT[1, 0])
+    if not gradient_BT[0, 1] <= 0 <= gradient_BT[1, 0]:
+        warn(
+            "warning: algorithm.objective raises the probability of a token with a negative "
+            "advantage, or lowers that of one with a positive advantage and a ratio below 1: is "
+            "its sign right, and does it use A_B1?"
+        )

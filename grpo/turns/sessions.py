@@ -114,7 +114,7 @@ class LoadedEnvironment:
         factory: Any,
     ):
         self._spec = spec
-        self._factory = factory or functions.load_object(spec, "environment", "")
+        self._factory = factory or functions.load_object(spec, "environment")
         self.slots: dict[int, Any] = {}
         """Row of the rollout -> its environment."""
         self._to_close: list[Any] = []

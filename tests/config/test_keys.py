@@ -182,12 +182,14 @@ def settings_of(text: str) -> dict[str, str]:
 
 
 def read_in(file: str) -> set[str]:
-    nodes = ast.walk(ast.parse((ROOT / file).read_text()))
-    return {
-        node.attr
-        for node in nodes
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
-    }
+    names = set()
+    for node in ast.walk(ast.parse((ROOT / file).read_text())):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+            names.add(node.attr)
+        # _load(algorithm, "loop", files)
+        if isinstance(node, ast.Call):
+            names |= {word.value for word in node.args if isinstance(word, ast.Constant)}
+    return names
 
 
 READ = {
