@@ -65,7 +65,7 @@ def call_own(
         # Only the trainer's tensors have their shape in their name, and none has lost it.
         elif (
             parameters[name].kind != inspect.Parameter.KEYWORD_ONLY
-            or name.endswith(("_B", "_BT", "_PG", "_PGF"))
+            or re.search("_(B|BT|PG|PGF)$", name)
             or re.search(f" {name}_[A-Z]", all_known)
         ):
             raise ValueError(

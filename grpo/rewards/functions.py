@@ -77,7 +77,7 @@ def load_reward(spec: str) -> Callable:
         from grpo.rewards.builtin import environment
 
         return environment
-    function = load_object(spec, "reward", ", ".join(BUILTIN_REWARDS))
+    function = load_object(spec, "reward", f"built in are {', '.join(BUILTIN_REWARDS)}; ")
     # A class is callable too, but a call of it returns an instance, and not a list of scores.
     if inspect.isclass(function):
         raise ValueError(f"reward {spec!r} is a class: name an instance of it")
@@ -90,7 +90,7 @@ def load_object(spec: str, kind: str, builtin: str = "") -> Any:
 
     Args:
         kind: a noun for messages, such as "reward" or "tool".
-        builtin: the built-in names of this kind, for messages. Default: there are none.
+        builtin: for messages, a clause on what is built in, with "; " at its end.
 
     Raises:
         ValueError: if the module cannot be imported, or has no function or class of that name. The
@@ -104,9 +104,8 @@ def load_object(spec: str, kind: str, builtin: str = "") -> Any:
             "name one of a file, or pass it again"
         )
     if not location:
-        builtin_names = f"built in are {builtin}; " if builtin else ""
         raise ValueError(
-            f"unknown {kind} {spec!r}: {builtin_names}"
+            f"unknown {kind} {spec!r}: {builtin}"
             'your own is "package.module:name" or "path/to/file.py:name"'
         )
     path = _real_path(location)
@@ -251,7 +250,10 @@ class FunctionInfo:
         """
         arguments = dict(args)
         for name, value in inputs.items():
-            is_taken = name in self.parameter_names or self.has_kwargs
+            # A function that does not name environments is called where there are none.
+            is_taken = name in self.parameter_names or (
+                self.has_kwargs and name != ENVIRONMENTS_ARGUMENT
+            )
             # A column does not fill a setting: a column named `value` would change the score.
             is_setting = name in args or (self.is_builtin and name in self.configurable)
             if is_taken and not is_setting:

@@ -239,7 +239,7 @@ def _try_objective(
 
     mask_BT = old_logprobs_BT < 0
 
-    def loss_of(rows: slice, num_padding: int = 0) -> Tensor:
+    def loss_of(rows: slice = slice(None), num_padding: int = 0) -> Tensor:
         def cut(values_BT: Tensor) -> Tensor:
             return pad(values_BT[rows], (0, num_padding))
 
@@ -255,8 +255,7 @@ def _try_objective(
         )
         return loss_sum
 
-    all_rows = slice(3)
-    loss = loss_of(all_rows)
+    loss = loss_of()
     (gradient_BT,) = torch.autograd.grad(loss, logprobs_BT)
     if not gradient_BT.any():
         raise ValueError("the loss has no gradient")
@@ -264,7 +263,7 @@ def _try_objective(
         raise ValueError(f"the loss ({loss:g}) or its gradient is not finite")
     other_losses = {
         "the other rows": sum(loss_of(slice(b, b + 1)) for b in range(3)),
-        "the number of padding columns": loss_of(all_rows, num_padding=2),
+        "the number of padding columns": loss_of(num_padding=2),
     }
     for others, other_loss in other_losses.items():
         (other_gradient_BT,) = torch.autograd.grad(other_loss, logprobs_BT)

@@ -364,19 +364,20 @@ class TurnsEngine:
             ValueError: if the template cannot render the turns.
         """
         tools = self.tools
-        notes = self.turn_format.check(uses_tools=not tools.is_stepped, schemas=tools.schemas)
+        note = self.turn_format.check(uses_tools=not tools.is_stepped, schemas=tools.schemas)
         messages = conversation("", tools.config.data)
         # The built-in tiny model learned its calls in a warm start, so its template shows no tools.
-        is_told = is_tiny_tokenizer(self.policy.tokenizer) or any(
+        is_told = is_tiny_tokenizer(self.policy.tokenizer) or all(
             re.search(rf"\b{name}\b", str(messages)) for name in tools.key_of_tool
         )
-        for note in [] if is_told else notes:
+        if note and not (tools.schemas and is_told):
             self.warn(note)
         shared = tools.environment and tools.environment.shared_names
         if shared:
             self.warn(
-                f"warning: environments share {', '.join(shared)} of their class or file: what "
-                "one completion changes there, others see (self.NAME = .. in reset makes its own)"
+                f"warning: completions share {', '.join(shared)} of the environment's class, file "
+                "or __init__: what one changes there, others see, unless self.NAME = .. in reset "
+                "makes its own"
             )
 
         if tools.schemas and tools.config.rollout.max_turns == 1:

@@ -66,8 +66,9 @@ class TurnFormat:
         # Tokenizers written in Rust raise if two threads use them at the same time.
         self._lock = threading.Lock()
 
-    def check(self, *, uses_tools: bool, schemas: Schemas) -> list[str]:
-        """Check the chat template, and choose the reader of calls. Returns notes for the user.
+    def check(self, *, uses_tools: bool, schemas: Schemas) -> str:
+        """Check the chat template, and choose the reader of calls. Returns a note for the user, or
+        an empty text.
 
         Raises:
             ValueError: if the template cannot render the turns of the run. Also if it changes
@@ -105,14 +106,14 @@ class TurnFormat:
                     'is <tool_call>{"name": .., "arguments": {..}}</tool_call>'
                 )
         elif uses_tools:
-            return [
+            return (
                 "note: the chat template does not show the tools, and data.system_prompt and "
-                "data.few_shot name none of them: one of these must"
+                "data.few_shot do not name all of them: one of these, or the rows, must"
                 if schemas
                 else "warning: the model can call nothing, and has one turn: the environment has "
                 "no public method besides reset and get_reward"
-            ]
-        return []
+            )
+        return ""
 
     def _find_reader(self, schemas: Schemas) -> bool:
         """Find a reader that reads the chat template's calls. Returns False if no reader does."""

@@ -69,7 +69,9 @@ class LoadedTool:
         self._spec = spec
         self._args = args
         function = function or TOOLS.get(spec)
-        builtin = f"{', '.join(TOOLS)}; methods of an environment are tools by themselves"
+        builtin = (
+            f"built in are {', '.join(TOOLS)}; methods of an environment are tools by themselves; "
+        )
         self._function = function or functions.load_object(spec, "tool", builtin)
 
     def describe(self) -> Description:
@@ -252,13 +254,14 @@ def set_seed(seed: int) -> None:
 
 
 def _shared_names(environment: Any) -> list[str]:
-    """Return the names of state that an environment shares with others: a list, a mapping or
-    another value that may change in its class, or a connection to a database there or in its
-    module."""
+    """Return the names of state that completions share: a list, a mapping or another value that may
+    change in the class of an environment, or a connection to a database there, in its module, or of
+    the environment itself, which no ``reset`` has opened yet."""
     of_class = vars(type(environment))
     of_module = getattr(environment.reset, "__globals__", {})
+    of_environment = getattr(environment, "__dict__", {})
     names = []
-    for name, value in {**of_module, **of_class}.items():
+    for name, value in {**of_module, **of_class, **of_environment}.items():
         # A list with a name in capitals is a constant. Lists cannot be hashed.
         is_variable = name in of_class and value.__hash__ is None and not name.isupper()
         is_connection = hasattr(type(value), "commit")

@@ -6,7 +6,7 @@ import pytest
 
 from grpo.rewards import load_reward
 from grpo.rewards.calls import RewardLog, TrainerState, call_reward
-from grpo.rewards.functions import check_arguments
+from grpo.rewards.functions import FunctionInfo, check_arguments
 
 
 @pytest.fixture
@@ -99,3 +99,18 @@ def test_args_of_a_configuration_win_over_columns():
     in_kwargs = ["completion_ids", "log_extra", "log_metric", "more", "prompts"]
     expected = (2.0, ["from the column"], 3, in_kwargs)
     assert call_reward(mine, {"scale": 2.0}, columns, RewardLog(1), TrainerState(3)) == expected
+
+
+def test_environments_are_for_functions_that_name_them():
+    """A function with ``**kwargs`` runs where no environments are: they would be numbers."""
+    inputs = {"prompts": [], "answer": [], "environments": [0]}
+
+    def with_kwargs(prompts, **kwargs):
+        return []
+
+    def with_environments(environments, **kwargs):
+        return []
+
+    info = FunctionInfo(with_kwargs, {})
+    assert info.call_arguments(inputs, {}).keys() == {"prompts", "answer"}
+    assert FunctionInfo(with_environments, {}).call_arguments(inputs, {}) == inputs

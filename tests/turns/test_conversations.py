@@ -296,6 +296,9 @@ def test_a_model_that_is_told_of_no_tool_or_has_none(random_model):
     assert note.startswith(
         "note: the chat template does not show the tools, and data.system_prompt"
     )
+    play(policy, [["done"]], "tools=[calculator, python]", f"{prompt}.")
+    (note,) = play.warnings
+    assert "do not name all of them" in note
     play(policy, [["done"]], "tools=[calculator]", f"{prompt}.")
     assert not play.warnings
     play(policy, [["done"]], f"environment={USER}:Silent", "reward.functions=[]")
@@ -313,10 +316,12 @@ def test_one_turn_leaves_none_after_a_call(policy):
 def test_state_of_a_class_is_told(policy):
     play(policy, [["done"]], f"environment={USER}:Sharing", "reward.functions=[]")
     (warning,) = play.warnings
-    assert warning.startswith("warning: environments share _orders, db, DB of their class or file")
+    assert warning.startswith(
+        "warning: completions share _orders, db, DB of the environment's class"
+    )
 
 
-def test_a_connection_of_a_file_is_told(policy, tmp_path):
+def test_connections_of_a_file_and_of_init_are_told(policy, tmp_path):
     """A module with `close` (os), a class, and a cursor's class are no connections."""
     file = tmp_path / "shop.py"
     file.write_text(
@@ -325,6 +330,9 @@ def test_a_connection_of_a_file_is_told(policy, tmp_path):
         "orders = sqlite3.connect(':memory:')\n"
         "words = ['one']\n"
         "class Shop:\n"
+        "    def __init__(self):\n"
+        "        self.of_init = sqlite3.connect(':memory:')\n"
+        "        self.bought = []\n"
         "    def reset(self, **row):\n"
         "        pass\n"
         "    def buy(self) -> str:\n"
@@ -332,7 +340,9 @@ def test_a_connection_of_a_file_is_told(policy, tmp_path):
     )
     play(policy, [["done"]], f"environment={file}:Shop", "reward.functions=[]")
     (warning,) = play.warnings
-    assert "environments share orders of their class or file" in warning
+    assert (
+        "completions share orders, of_init of the environment's class, file or __init__" in warning
+    )
 
 
 @pytest.mark.parametrize(
@@ -594,8 +604,8 @@ def test_prompts_that_resets_make_longer_than_the_context(policy):
     assert [c.stop_reason for c in found] == ["stop", "failed", "failed"]
     # Positions behind the context would end a run with a model such as GPT-2.
     assert max(len(problem.prompt_ids) for problem in play.problems) <= 156
-    assert "2 completions have failed, first with a prompt of " in play.warnings[0]
+    assert "2 completions have failed, first with a prompt of " in play.warnings[-1]
     assert (
         "tokens and a completion of up to 100 exceed the model's context of 256 tokens"
-        in play.warnings[0]
+        in play.warnings[-1]
     )

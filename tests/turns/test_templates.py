@@ -136,7 +136,7 @@ def test_results_of_tools_have_the_template_that_prompts_with_tools_have():
         "type": "function",
         "function": {"name": "f", "parameters": {"properties": {}}},
     }
-    assert form.check(uses_tools=True, schemas=[schema]) == []
+    assert form.check(uses_tools=True, schemas=[schema]) == ""
     tool_use = FAMILIES["qwen"][2]
     default = FAMILIES["chatml"][3]
     results = [{"role": "tool", "name": "f", "content": content} for content in "78"]
