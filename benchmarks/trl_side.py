@@ -101,7 +101,7 @@ class Evaluate(TrainerCallback):
         self.tokenizer = tokenizer
         self.problems = problems
         self.every = every
-        self.world = World(0, 1, 0, device)
+        self.world = World(0, 1, device)
         self.rewards = RewardRunner(config.reward.functions)
         self.points: list[dict] = []
         self.step_seconds: list[float] = []

@@ -37,7 +37,7 @@ of the files that it read."""
 TENSORS_FOLDER = Path("trainer", "states")
 """Folder in a checkpoint with the tensors of the optimizer, and of a reference model that changes
 during training. Under FSDP each rank writes a file with its shards."""
-SINGLE_PROCESS = World(0, 1, 0, torch.device("cpu"))
+SINGLE_PROCESS = World(0, 1, torch.device("cpu"))
 """A :class:`World` with one rank, for a process that saves without other ranks."""
 
 

@@ -8,8 +8,8 @@ results.
 
 Each combination of the values is a variant. With --one-at-a-time, the variants are the
 configuration as it is (`base`) and each value alone. Every variant runs with every seed, one run
-after the other. All runs are checked before the first run starts. Values are read as YAML: a comma
-inside brackets or quotes belongs to its value.
+after the other. The settings of all runs are checked before the first run starts. Values are read
+as YAML: a comma inside brackets or quotes belongs to its value.
 
 OUTPUT/<variant>,seed=<n>/ is the folder of a run, OUTPUT/<variant>,seed=<n>.log its printed output.
 OUTPUT/sweep.md and sweep.csv compare the variants: the mean of each metric over the seeds, and its
@@ -122,7 +122,9 @@ def main(argv: list[str]) -> int:
         write_results(output, results)
     print(f"{num_complete} of {len(runs)} runs are in the table")
     for run in failed_runs:
-        print(f"error: {run.folder.name} failed: {run.log}", file=sys.stderr)
+        # A run that was killed has printed none.
+        errors = re.findall("^error: .*", run.log.read_text(errors="replace"), re.MULTILINE)
+        print(f"error: {run.folder.name} failed: {run.log} {errors[-1:]}", file=sys.stderr)
     return 1 if failed_runs else 0
 
 

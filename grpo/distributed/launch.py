@@ -80,7 +80,6 @@ def start_world(runtime: RuntimeConfig) -> World:
     return World(
         rank,
         size,
-        local_rank,
         device,
         always_communicates,
         num_machines=max(size // local_size, 1),

@@ -8,7 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,21 +33,19 @@ class World:
     """Number of this rank, from 0."""
     size: int
     """Number of ranks."""
-    local_rank: int
-    """Number of this rank among the ranks on its machine, from 0."""
     device: torch.device
-    num_machines: int = field(default=1, kw_only=True)
-    """Number of machines on which this run has ranks."""
     always_communicates: bool = False
     """True if a single rank calls collectives as several ranks do (tests only:
     ``GRPO_TEST_COLLECTIVES=1`` under torchrun)."""
-    phase: str = field(default="start", compare=False)
+    num_machines: int = 1
+    """Number of machines on which this run has ranks."""
+    phase: str = "start"
     """Part of a step that this rank is computing ("update") or has just completed ("after update").
     Error messages name the phase."""
-    stop_signal: int | None = field(default=None, compare=False)
+    stop_signal: int | None = None
     """Number of the signal that asked this rank to stop, set by ``grpo.run.signals``. Default: no
     signal."""
-    may_interrupt: bool = field(default=False, compare=False)
+    may_interrupt: bool = False
     """True inside the block of :meth:`interruptible`, where a signal handler may raise
     :class:`Interrupted`."""
 

@@ -120,6 +120,11 @@ def warnings_of(
     rollout = config.rollout
     for key, reason in keys_without_effect(config).items():
         yield f"note: {key} has no effect {reason}"
+    if "objective" in algorithm.own_args and algorithm.updates_per_step == 1:
+        yield (
+            "note: with one update a rollout the importance ratio is 1: what algorithm.own_args "
+            "says of a trust region has no effect (algorithm.num_iterations, num_minibatches)"
+        )
 
     num_shared = count_shared_prompts(
         train,

@@ -117,6 +117,7 @@ NOTES = """
     rollout.engine=vllm & algorithm.sampler_correction=none -> rollout.engine=vllm without algorithm.sampler_correction
     rollout.engine=vllm & rollout.top_k=5 -> rollout.top_p=1, top_k=5, min_p=0
     rollout.top_p=0.9 -> the gradient estimate is biased
+    algorithm.objective=a.py:f & algorithm.own_args={objective: {radius: 1}} -> of a trust region has no effect
 """
 
 
@@ -128,5 +129,10 @@ def test_notes(case):
 
 
 def test_no_notes():
-    for argv in ([], ["rollout.engine=vllm"]):
+    two_updates = [
+        "algorithm.objective=a.py:f",
+        "algorithm.own_args={objective: {radius: 1}}",
+        "algorithm.num_iterations=2",
+    ]
+    for argv in ([], ["rollout.engine=vllm"], two_updates):
         assert not list(warnings_of(load_config(argv), [], []))

@@ -25,7 +25,7 @@ from grpo.evaluation.grading import Grader, correctness_note
 from grpo.rewards.runner import RewardSpec
 from grpo.rollout import BuiltinEngine, SamplingParams
 
-SINGLE_PROCESS = World(0, 1, 0, torch.device("cpu"))
+SINGLE_PROCESS = World(0, 1, torch.device("cpu"))
 
 
 def test_pass_at_k_is_the_share_of_subsets_with_a_correct_one():

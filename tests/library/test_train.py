@@ -298,7 +298,7 @@ def test_a_signal_saves_and_ends_the_call(random_model, tmp_path):
 
 def test_a_second_interrupt_ends_an_update_but_not_the_process(monkeypatch):
     monkeypatch.setattr("grpo.run.signals.SAME_SIGNAL_SECONDS", 0.0)
-    world = World(0, 1, 0, torch.device("cpu"))
+    world = World(0, 1, torch.device("cpu"))
     handlers = Signals(world)
     try:
         signal.raise_signal(signal.SIGINT)

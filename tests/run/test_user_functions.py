@@ -21,7 +21,7 @@ from grpo.run.rollouts import sample_and_score
 from grpo.run.user_functions import load_user_functions, try_advantages
 from grpo.system import UserError
 
-ONE_RANK = World(0, 1, 0, torch.device("cpu"))
+ONE_RANK = World(0, 1, torch.device("cpu"))
 
 FILE = """
 import torch

@@ -8,7 +8,7 @@ from grpo.distributed import World
 from grpo.telemetry.accumulator import Accumulator
 from grpo.telemetry.records import json_safe
 
-ONE_RANK = World(0, 1, 0, torch.device("cpu"))
+ONE_RANK = World(0, 1, torch.device("cpu"))
 
 
 def test_sums_means_and_extremes_by_hand():

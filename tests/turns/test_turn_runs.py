@@ -184,7 +184,7 @@ def test_a_few_environments_that_fail_stop_no_run(num_cut, stops):
     """A game may raise at an odd action, and where most completions are cut, few have acted."""
     result = RewardResult(["game"], 24)
     result.environment_failures = ["no such move"] * (24 - num_cut)
-    world = World(0, 1, 0, torch.device("cpu"))
+    world = World(0, 1, torch.device("cpu"))
     expected = (
         pytest.raises(UserError, match="first with no such move")
         if stops
