@@ -124,7 +124,7 @@ def main(argv: list[str]) -> int:
     for run in failed_runs:
         # A run that was killed has printed none.
         errors = re.findall("^error: .*", run.log.read_text(errors="replace"), re.MULTILINE)
-        print(f"error: {run.folder.name} failed: {run.log} {errors[-1:]}", file=sys.stderr)
+        print(f"error: {run.folder.name} failed: {run.log} {''.join(errors[-1:])}", file=sys.stderr)
     return 1 if failed_runs else 0
 
 
