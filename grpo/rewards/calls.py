@@ -220,6 +220,6 @@ class LoadedReward:
         except KeyError:
             # The process that had the environment was killed, and this process is a new one.
             raise RuntimeError(
-                "its environment was in a worker process that was killed: the warnings above say "
-                "which method took too long or ended it"
+                "its environment was in a worker process that was killed, as a method took longer "
+                "than reward.timeout_s or ended it: a warning names it"
             ) from None

@@ -61,20 +61,19 @@ def run_to_completion(run: Run, train: Callable[[Run], None], *, ends_process: b
 
 def print_result(run: Run) -> None:
     """Print the folders of the last and the best checkpoint, and the hints that hold at the end."""
-    config = run.config
     show = run.log.reporter.print
     hints = run.log.reporter.hints
-    if not config.debug:
+    if not run.config.debug:
         kind = "a LoRA adapter" if run.learner.policy.adapter else "a Hugging Face folder"
         show(
-            f"saved     {config.output_dir}/checkpoint-{run.max_steps}, {kind}; "
-            f"{sys.executable} -m grpo.report {config.output_dir} draws the run"
+            f"saved     {run.config.output_dir}/checkpoint-{run.max_steps}, {kind}; "
+            f"{sys.executable} -m grpo.report {run.config.output_dir} draws the run"
         )
     best = run.progress.best
     if best:
         show(
-            f"best      {config.output_dir}/checkpoint-{best['step']}, "
-            f"{config.checkpoint.keep_best} {best['value']:.4g}"
+            f"best      {run.config.output_dir}/checkpoint-{best['step']}, "
+            f"{run.config.checkpoint.keep_best} {best['value']:.4g}"
         )
     for name, hint in hints.verdict().items():
         # The first sentence says what is so. The advice stands where the hint was given.

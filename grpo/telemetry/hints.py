@@ -61,9 +61,7 @@ class Hints:
         if "reward" not in metrics:
             return []
         self._steps.append(metrics)
-        rate = metrics.get("learning_rate")
-        if is_computed(rate):
-            self._peak_rate = max(self._peak_rate, rate)
+        self._peak_rate = max(self._peak_rate, metrics.get("learning_rate", 0.0))
         # If no completion of a step has a score, that is a mistake and not chance.
         is_early = len(self._steps) < MIN_STEPS_OF_MEAN
         if is_early and metrics.get("frac_unscorable") != 1:

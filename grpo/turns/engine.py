@@ -229,7 +229,8 @@ class Conversation:
         """
         limit_s = self.tools.config.reward.timeout_s
         request = Request(key, method, (self.row, *arguments))
-        (answer,) = self.tools.worker_of(self.row).ask([request], limit_s)
+        worker = self.tools.worker_of(self.row)
+        (answer,) = worker.ask([request], limit_s)
         if answer.status == "ok":
             return answer
 
@@ -238,17 +239,22 @@ class Conversation:
         # After a failed tool call, the conversation goes on, unless the worker is lost and the
         # environment with it.
         is_lost = answer.is_worker_lost or isinstance(answer.value, UserError)
-        # The user reads this text, so it names the line where the user's code was called.
-        place = "".join(re.findall(r'File ".+", line \d+', answer.trace)[:1])
-        report = f"{answer.error or message}, {place}".rstrip(", ")
+        # The user reads this text, so it names the line where the user's code was called, and what
+        # a call was made with, which may be why it hung. The last argument is a seed.
+        places = re.findall(r'File ".+", line \d+', answer.trace)
+        failed = f"{' '.join([method, *map(repr, arguments[:-1])]):.300}: {answer.error or message}"
+        report = ", ".join([failed, *places[:1]])
+        # The environments of the other rows of a worker are lost with it, and say by which call.
+        if answer.is_worker_lost:
+            worker.killed_by = report
+        elif is_lost:
+            report = f"{report} by {worker.killed_by}"
         if method != "call" or (self.environment and is_lost):
-            # What a call was made with may be why it hung. The last argument is a seed.
-            self.failure = f"{' '.join([method, *map(repr, arguments[:-1])]):.300}: {report}"
-        # The model reads a message about the tool that does not mention worker processes.
-        if answer.status == "timeout":
+            self.failure = report
+        # The model reads a message about the tool that does not mention worker processes. One that
+        # has died gave no result, either.
+        if answer.status != "error":
             message = f"no result within {limit_s:g} seconds"
-        elif answer.status == "died":
-            message = "the tool has died"
         return Answer("error", message=message, error=report)
 
     def _next_seed(self) -> int:
@@ -489,7 +495,7 @@ class TurnsEngine:
                 problem = (
                     f"{len(reports) - reports.count('')} of {len(reports)} calls of {name!r} "
                     "went wrong, by a mistake of the model or of the tool, first with "
-                    f"{next(filter(None, reports))[:300]}"
+                    f"{next(filter(None, reports))[:600]}"
                 )
             elif lengths:
                 problem = (

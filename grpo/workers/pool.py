@@ -38,6 +38,9 @@ class Worker:
             has ``ask`` and ``has_ended``, and is never killed.
     """
 
+    killed_by = "a reward function that took too long or ended the process"
+    """The call at which the last process was lost, for messages."""
+
     def __init__(
         self,
         factories: Mapping[Hashable, Factory],

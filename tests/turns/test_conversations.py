@@ -196,7 +196,7 @@ CALLS = [  # call, result that the model reads, is it a failure
     ("<misbehave>hang</misbehave>", "{'error': 'no result within 2 seconds'}", True),
     ("<misbehave>raise</misbehave>", "{'error': 'no such luck'}", True),
     ("<misbehave>exit</misbehave>", "{'error': '3'}", True),
-    ("<misbehave>kill</misbehave>", "{'error': 'the tool has died'}", True),
+    ("<misbehave>kill</misbehave>", "{'error': 'no result within 2 seconds'}", True),
     ("<misbehave>bytes</misbehave>", "b'\\xff\\x00'", False),
     ("<misbehave>surrogate</misbehave>", "?", False),
     ("<misbehave>fork</misbehave>", "fine", False),
@@ -227,7 +227,7 @@ def test_good_and_bad_calls(policy):
     assert of_another.startswith("warning: 5 of 7 calls of 'misbehave' went wrong")
     assert warning.startswith(
         "warning: 1 of 1 calls of 'calculator' went wrong, by a mistake of the model or of the tool, "
-        "first with ValueError: the power is too large, File "
+        "first with call 'calculator' {'expression': '9**9**9'}: ValueError: the power is too large, File "
     )
     assert "grpo/turns/builtin.py" in warning
     assert results(several) == ["2", "B", "1"]
@@ -445,6 +445,8 @@ def test_an_environment_has_state_gives_prompts_and_a_reward(policy):
     assert a.environment_reward == 17.0
     # With a reward that takes environments, the rows of a group share a worker, and so a kill.
     assert killed.stop_reason == neighbour.stop_reason == "failed"
+    assert killed.environment_failure.startswith("call 'add' {'amount': 13}: its worker process")
+    assert neighbour.environment_failure.endswith(f"was killed by {killed.environment_failure}")
     assert plain.environment_reward == 10.0
     assert play.result.names == ["count_of", "secret_of", "Counter"]
     values = play.result.values
