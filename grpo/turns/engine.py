@@ -494,7 +494,7 @@ class TurnsEngine:
             if reports.count("") < len(reports) / 2:
                 problem = (
                     f"{len(reports) - reports.count('')} of {len(reports)} calls of {name!r} "
-                    "went wrong, by a mistake of the model or of the tool, first with "
+                    "failed or gave no result, a mistake of the model or of the tool, first with "
                     f"{next(filter(None, reports))[:600]}"
                 )
             elif lengths:

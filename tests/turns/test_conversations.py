@@ -224,9 +224,10 @@ def test_good_and_bad_calls(policy):
     # The tools most of whose calls have failed, or gave the text of an error.
     warning, of_python, of_another = play.warnings
     assert "1 of 1 calls of 'python'" in of_python and "'ZeroDivisionError: div" in of_python
-    assert of_another.startswith("warning: 5 of 7 calls of 'misbehave' went wrong")
+    assert of_another.startswith("warning: 5 of 7 calls of 'misbehave' failed or gave no result")
     assert warning.startswith(
-        "warning: 1 of 1 calls of 'calculator' went wrong, by a mistake of the model or of the tool, "
+        "warning: 1 of 1 calls of 'calculator' failed or gave no result, a "
+        "mistake of the model or of the tool, "
         "first with call 'calculator' {'expression': '9**9**9'}: ValueError: the power is too large, File "
     )
     assert "grpo/turns/builtin.py" in warning
@@ -252,7 +253,7 @@ def test_a_tool_that_returns_no_text_or_an_error_is_told(policy, how, read):
     assert not c.calls[0].error
     (warning,) = play.warnings
     assert (
-        "'misbehave' went wrong, by a mistake of the model or of the tool, first with the "
+        "'misbehave' failed or gave no result, a mistake of the model or of the tool, first with the "
         in warning
     )
     assert repr(results(c)[0])[:200] in warning
