@@ -251,10 +251,10 @@ class Conversation:
             report = f"{report} by {worker.killed_by}"
         if method != "call" or (self.environment and is_lost):
             self.failure = report
-        # The model reads a message about the tool that does not mention worker processes. One that
-        # has died gave no result, either.
+        # The model reads a message about the tool that does not mention worker processes, and that
+        # is the same if a call is repeated.
         if answer.status != "error":
-            message = f"no result within {limit_s:g} seconds"
+            message = f"no result within {limit_s:g} seconds, or the tool has died"
         return Answer("error", message=message, error=report)
 
     def _next_seed(self) -> int:

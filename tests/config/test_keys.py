@@ -187,7 +187,7 @@ def read_in(file: str) -> set[str]:
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
             names.add(node.attr)
         # _load(algorithm, "loop", files)
-        if isinstance(node, ast.Call):
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "_load":
             names |= {word.value for word in node.args if isinstance(word, ast.Constant)}
     return names
 
