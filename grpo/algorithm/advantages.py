@@ -123,9 +123,8 @@ def group_advantages(
     dtype = torch.promote_types(rewards_PG.dtype, torch.float32)
     # In fp32 the squares of rewards above 1e19 would be infinite, and all advantages 0.
     rewards_PG = rewards_PG.double()
-    is_scored_PG = ~rewards_PG.isnan()
-    rewards_PG = rewards_PG.masked_fill(~is_scored_PG, 0.0)
-    mean_P1 = _mean(rewards_PG, is_scored_PG)
+    # A completion without a score is NaN, which the sums and means of a group leave out.
+    mean_P1 = rewards_PG.nanmean(dim=1, keepdim=True)
 
     # The baseline b takes the problem's difficulty out of the rewards. The mean of the other
     # completions does not depend on completion i. So subtracting that mean lowers the variance of
@@ -135,22 +134,20 @@ def group_advantages(
     if baseline == "mean":
         b_PG = mean_P1.expand_as(rewards_PG)
     elif baseline == "leave_one_out":
-        sum_of_others_PG = _sum(rewards_PG) - rewards_PG
-        num_others_P1 = _sum(is_scored_PG) - 1
-        b_PG = sum_of_others_PG / num_others_P1.clamp(min=1)
+        sum_of_others_PG = rewards_PG.nansum(dim=1, keepdim=True) - rewards_PG
+        b_PG = sum_of_others_PG / _num_others(rewards_PG)
 
     # The scale s makes problems count alike, whether their rewards differ much or little. Dr. GRPO
     # leaves s out, because s gives problems that are almost always or almost never solved more
     # weight.
     s_P1 = torch.ones_like(mean_P1)
-    is_zero_PG = ~is_scored_PG
+    is_zero_PG = rewards_PG.isnan()
     if scale == "group":
-        s_P1 = _std(rewards_PG, is_scored_PG) + eps
+        s_P1 = _std(rewards_PG) + eps
     elif scale == "batch":
         rewards_1B = rewards_PG.reshape(1, -1)
-        is_scored_1B = is_scored_PG.reshape(1, -1)
-        s_P1 = _std(rewards_1B, is_scored_1B) + eps
-        is_zero_PG = is_zero_PG | _are_equal(rewards_1B, is_scored_1B)
+        s_P1 = _std(rewards_1B) + eps
+        is_zero_PG = is_zero_PG | _are_equal(rewards_1B)
     elif scale == "mean":
         s_P1 = mean_P1 + eps
         # Without eps, a group of rewards 0 would be 0 / 0.
@@ -158,7 +155,7 @@ def group_advantages(
 
     # Equal rewards must give exactly 0. The formula would give a rounding error divided by eps.
     if baseline != "none" or scale == "group":
-        is_zero_PG = is_zero_PG | _are_equal(rewards_PG, is_scored_PG)
+        is_zero_PG = is_zero_PG | _are_equal(rewards_PG)
 
     advantages_PG = (rewards_PG - b_PG) / s_P1
     advantages_PG = advantages_PG.masked_fill(is_zero_PG, 0.0)
@@ -206,9 +203,8 @@ def normalize_then_sum(
 
     # The mean of the batch is 0 except for a rounding error. A group of equal values would get this
     # error, divided by the standard deviation, as its advantages.
-    has_terms_P = terms_PGF.flatten(1).any(dim=1)
-    has_no_terms_P1 = ~has_terms_P[:, None]
-    advantages_PG = advantages_PG.masked_fill(has_no_terms_P1, 0.0)
+    is_zero_P = (terms_PGF == 0).flatten(1).all(dim=1)
+    advantages_PG = advantages_PG.masked_fill(is_zero_P[:, None], 0.0)
     dtype = torch.promote_types(values_PGF.dtype, torch.float32)
     return advantages_PG.to(dtype)
 
@@ -233,7 +229,8 @@ def call_user_advantages(
     check_returned("algorithm.advantages", advantages_PG, rewards_PG.shape)
     advantages_PG = advantages_PG.detach().float()
     advantages_PG = advantages_PG.masked_fill(rewards_PG.isnan(), 0.0)
-    is_wrong_P = ~advantages_PG.isfinite().all(dim=1)
+    is_finite_PG = advantages_PG.isfinite()
+    is_wrong_P = ~is_finite_PG.all(dim=1)
     if is_wrong_P.any():
         raise ValueError(
             f"algorithm.advantages must return finite numbers, got "
@@ -242,7 +239,7 @@ def call_user_advantages(
             "where a reward is NaN (None) and nanmean is needed, or divide or take a logarithm "
             "without a small number added?"
         )
-    return advantages_PG, own_metrics(metrics)
+    return advantages_PG, own_metrics(metrics, is_finite_PG)
 
 
 def has_equal_rewards(rewards_PG: Tensor) -> Tensor:
@@ -250,9 +247,7 @@ def has_equal_rewards(rewards_PG: Tensor) -> Tensor:
 
     ``rewards_PG`` may also be values ``[P, G, F]``. Then the values of each function must be equal.
     """
-    is_scored_PG = ~rewards_PG.isnan()
-    are_equal_P1 = _are_equal(rewards_PG, is_scored_PG)
-    return are_equal_P1.flatten(1).all(dim=1)
+    return _are_equal(rewards_PG).flatten(1).all(dim=1)
 
 
 def has_no_advantage(rewards_PG: Tensor, *, baseline: Baseline, scale: Scale) -> Tensor:
@@ -266,8 +261,7 @@ def has_no_advantage(rewards_PG: Tensor, *, baseline: Baseline, scale: Scale) ->
     # Without a baseline, advantages are multiples of rewards, not of differences. But with
     # scale="group", equal rewards have a standard deviation of 0, and get advantages of 0.
     if rewards_PG.dim() == 2 and baseline == "none" and scale != "group":
-        has_reward_PG = rewards_PG.nan_to_num(0.0) != 0
-        return ~has_reward_PG.any(dim=1)
+        return (rewards_PG.nan_to_num(0.0) == 0).all(dim=1)
     return has_equal_rewards(rewards_PG)
 
 
@@ -316,9 +310,9 @@ def _sum_of_terms(
     return sums_PG.masked_fill(is_unscored_PG, torch.nan)
 
 
-def _are_equal(values_PG: Tensor, is_scored_PG: Tensor) -> Tensor:
+def _are_equal(values_PG: Tensor) -> Tensor:
     """Return ``[P, 1]``: True where all scored values of a group are equal, or none is scored."""
-    is_unscored_PG = ~is_scored_PG
+    is_unscored_PG = values_PG.isnan()
     with_minus_inf_PG = values_PG.masked_fill(is_unscored_PG, -torch.inf)
     with_inf_PG = values_PG.masked_fill(is_unscored_PG, torch.inf)
     highest_P1 = with_minus_inf_PG.amax(dim=1, keepdim=True)
@@ -327,24 +321,16 @@ def _are_equal(values_PG: Tensor, is_scored_PG: Tensor) -> Tensor:
     return highest_P1 <= lowest_P1
 
 
-def _sum(values_PG: Tensor) -> Tensor:
-    """Sum ``[P, 1]`` over each group."""
-    return values_PG.sum(dim=1, keepdim=True)
+def _num_others(values_PG: Tensor) -> Tensor:
+    """Number ``[P, 1]`` of scored values of each group besides a completion's own, at least 1."""
+    num_scored_P1 = values_PG.isfinite().sum(dim=1, keepdim=True)
+    return (num_scored_P1 - 1).clamp(min=1)
 
 
-def _mean(values_PG: Tensor, is_scored_PG: Tensor) -> Tensor:
-    """Mean ``[P, 1]`` of the scored values of each group. Unscored values must be 0."""
-    count_P1 = _sum(is_scored_PG)
-    return _sum(values_PG) / count_P1.clamp(min=1)
-
-
-def _std(values_PG: Tensor, is_scored_PG: Tensor) -> Tensor:
-    """Standard deviation ``[P, 1]`` (n - 1) of the scored values. Unscored values must be 0."""
-    deviations_PG = values_PG - _mean(values_PG, is_scored_PG)
+def _std(values_PG: Tensor) -> Tensor:
+    """Standard deviation ``[P, 1]`` (n - 1) of the scored values of each group."""
+    deviations_PG = values_PG - values_PG.nanmean(dim=1, keepdim=True)
     squares_PG = deviations_PG**2
-    # An unscored value is 0, which deviates from the mean, too.
-    squares_PG = squares_PG.masked_fill(~is_scored_PG, 0.0)
     # As the n deviations add up to 0, n - 1 of them are free. A single value has the deviation 0.
-    num_free_P1 = _sum(is_scored_PG) - 1
-    variance_P1 = _sum(squares_PG) / num_free_P1.clamp(min=1)
+    variance_P1 = squares_PG.nansum(dim=1, keepdim=True) / _num_others(values_PG)
     return variance_P1.sqrt()

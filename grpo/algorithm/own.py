@@ -87,7 +87,7 @@ def call_own(
 
 def own_metrics(
     metrics: Mapping[str, Any],
-    mask_BT: Tensor | None = None,
+    mask: Tensor,
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Return the metrics of a user's function as name -> (sum, count).
 
@@ -101,10 +101,10 @@ def own_metrics(
             values = torch.as_tensor(value).detach().float()
         except Exception as error:  # the user's function may return anything
             raise ValueError(f"the metric {name!r} is {value!r:.80}, no number") from error
-        if mask_BT is not None and values.shape == mask_BT.shape:
-            values = values[mask_BT]
+        if values.shape == mask.shape:
+            values = values[mask]
         numbers = values[~values.isnan()]
-        if mask_BT is not None and not mask_BT.any():
+        if not mask.any():
             numbers = numbers[:0]
         count = torch.tensor(len(numbers))
         pairs[f"{PREFIX}{name}"] = (numbers.sum(), count)

@@ -113,11 +113,10 @@ def reward_metrics(
         values_PGF: values of the reward functions, NaN where a function gave no value.
         rewards_PG: weighted sums of the values, NaN where no function gave a value.
     """
-    is_unscored_PG = rewards_PG.isnan()
     metrics = {
         "reward": _mean(rewards_PG),
         "reward_std": _std(rewards_PG),
-        "frac_unscorable": is_unscored_PG.float().mean().item(),
+        "frac_unscorable": rewards_PG.isnan().float().mean().item(),
     }
     for f, name in enumerate(names):
         values_PG = values_PGF[..., f]

@@ -35,6 +35,8 @@ class UserFunctions:
     """Files that define the functions: name of a file for messages -> path of the file."""
     warnings: set[str]
     """Probable mistakes in the loss and the advantages, a line each."""
+    loss_metrics: set[str]
+    """Names of the metrics of the user's loss, and of every loss."""
 
     @property
     def needs_reference(self) -> bool:
@@ -51,17 +53,23 @@ def load_user_functions(config: Config) -> UserFunctions:
     algorithm = config.algorithm
     files = {}
     warnings = set()
+    loss_metrics = set()
     # The order matters: a message about the loss or the advantages names a line of the last file.
     loop = _load(algorithm, "loop", files)
     objective = None
     if is_user_function(algorithm.objective):
         objective = _load(algorithm, "objective", files)
-        _try(config, "objective", files, partial(_try_objective, objective, warnings.add))
+        _try(
+            config,
+            "objective",
+            files,
+            partial(_try_objective, objective, warnings.add, loss_metrics),
+        )
 
     # The arguments of advantages include columns of the rows, which are not read yet:
     # try_advantages().
     advantages = _load(algorithm, "advantages", files)
-    return UserFunctions(objective, advantages, loop, files, warnings)
+    return UserFunctions(objective, advantages, loop, files, warnings, loss_metrics)
 
 
 def try_advantages(
@@ -94,7 +102,11 @@ def try_advantages(
     def try_step(step: int) -> None:
         by_name = _named(names, values_PGF, lengths_PG, [columns] * 3, step)
         call = partial(call_user_advantages, user.advantages, rewards_PG, values_PGF, by_name)
-        advantages_PG, _ = call()
+        advantages_PG, metrics = call()
+        # Both would be summed under the one name.
+        shared = metrics.keys() & user.loss_metrics
+        if shared:
+            raise ValueError(f"algorithm.objective has a metric of this name: {', '.join(shared)}")
         if not torch.equal(advantages_PG, call()[0]):
             warn(
                 "warning: algorithm.advantages gives other advantages at a second call: what "
@@ -219,6 +231,7 @@ def _load(algorithm: AlgorithmConfig, key: str, files: dict[str, str]) -> Any:
 def _try_objective(
     function: UserObjective,
     warn: Callable[[str], None],
+    loss_metrics: set[str],
     step: int,
 ) -> None:
     """Check the loss and its gradient on rows of 2, 1 and 0 tokens, with ratios above, below and at
@@ -243,7 +256,7 @@ def _try_objective(
         def cut(values_BT: Tensor) -> Tensor:
             return pad(values_BT[rows], (0, num_padding))
 
-        loss_sum, _ = policy_loss(
+        loss_sum, stats = policy_loss(
             cut(logprobs_BT),
             cut(old_logprobs_BT),
             advantages_B[rows],
@@ -253,6 +266,7 @@ def _try_objective(
             objective=function,
             step=step,
         )
+        loss_metrics.update(stats)
         return loss_sum
 
     loss = loss_of()

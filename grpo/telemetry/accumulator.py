@@ -87,14 +87,12 @@ class Accumulator:
             # device.
             nothing = torch.zeros(2, dtype=torch.float64)
             pairs = [self._pairs.get(name, nothing).to(world.device) for name in names]
-            sums = world.sum(torch.stack(pairs))
-            for name, (total, count) in zip(names, sums.tolist(), strict=True):
-                if name in self._totals:
-                    metrics[name] = total
-                elif count:
-                    metrics[name] = total / count
-                else:
-                    metrics[name] = math.nan
+            sums = world.sum(torch.stack(pairs)).cpu()
+            for name, (value, count) in zip(names, sums, strict=True):
+                # The mean of no value is 0 / 0, which is NaN.
+                if name not in self._totals:
+                    value = value / count
+                metrics[name] = value.item()
 
         names = sorted(self._maxima)
         if names:

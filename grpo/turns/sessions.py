@@ -151,8 +151,7 @@ class LoadedEnvironment:
             is_stepped,
             has_reward=is_stepped or has_reward,
             needed_columns=_needed_arguments(environment.reset) - {"prompt", "seed"},
-            # Classes in the form of Gymnasium have a mapping, `metadata`.
-            shared_names=[] if is_stepped else _shared_names(environment),
+            shared_names=_shared_names(environment),
         )
 
     def reset(self, slot: int, row: dict[str, Any], seed: int) -> Any:
@@ -254,18 +253,23 @@ def set_seed(seed: int) -> None:
 
 
 def _shared_names(environment: Any) -> list[str]:
-    """Return the names of state that completions share: a list, a mapping or another value that may
-    change in the class of an environment, or a connection to a database there, in its module, or of
-    the environment itself, which no ``reset`` has opened yet."""
+    """Return the names of state that completions share: a list, a mapping or a set in the class of
+    an environment, or a connection to a database there, in its module, or of the environment
+    itself, which no ``reset`` has opened yet. An object there may hold the connection."""
     of_class = vars(type(environment))
     of_module = getattr(environment.reset, "__globals__", {})
     of_environment = getattr(environment, "__dict__", {})
     names = []
     for name, value in {**of_module, **of_class, **of_environment}.items():
-        # A list with a name in capitals is a constant. Lists cannot be hashed.
-        is_variable = name in of_class and value.__hash__ is None and not name.isupper()
-        is_connection = hasattr(type(value), "commit")
-        if not name.startswith("__") and (is_variable or is_connection):
+        # A list with a name in capitals is a constant.
+        is_collection = isinstance(value, list | dict | set)
+        is_variable = name in of_class and is_collection and not name.isupper()
+        parts = [value, *getattr(value, "__dict__", {}).values()]
+        has_connection = any(hasattr(type(part), "commit") for part in parts)
+        # The file may have other classes of environments.
+        is_shared = is_variable or (has_connection and not isinstance(value, type))
+        # Classes in the form of Gymnasium have a mapping, `metadata`.
+        if not name.startswith(("__", "metadata")) and is_shared:
             names.append(name)
     return names
 

@@ -335,10 +335,16 @@ def test_advantages_are_tried_on_columns_of_the_rows(tmp_path):
         "    return rewards_PG, 0.5\n"
         "def texts(rewards_PG):\n"
         "    return rewards_PG, {'names': ['a', 'b']}\n"
+        "def measured(rewards_PG):\n"
+        "    return rewards_PG, {'level': 1.0, 'spread': 2.0}\n"
+        "def loss(ratio_BT, A_B1):\n"
+        "    return -ratio_BT * A_B1, {'level': ratio_BT}\n"
     )
 
-    def try_function(name, **columns):
-        config = make_config({"algorithm.advantages": f"{file}:{name}"})
+    def try_function(name, objective="clip", **columns):
+        config = make_config(
+            {"algorithm.advantages": f"{file}:{name}", "algorithm.objective": objective}
+        )
         user = load_user_functions(config)
         try_advantages(config, user, columns, ["accuracy", "format"])
         return user.warnings
@@ -367,6 +373,10 @@ def test_advantages_are_tried_on_columns_of_the_rows(tmp_path):
             try_function(name)
     with pytest.raises(ValueError, match=r"the metric 'names' is \['a', 'b'\], no number"):
         try_function("texts")
+    assert not try_function("measured")
+    assert not try_function("all_zeros", objective=f"{file}:loss")
+    with pytest.raises(ValueError, match="has a metric of this name: own/level"):
+        try_function("measured", objective=f"{file}:loss")
     words = (
         "no argument 'solution': .* may ask for step, answer, accuracy, format, lengths_PG, rewards"
     )

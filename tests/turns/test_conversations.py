@@ -338,7 +338,12 @@ def test_connections_of_a_file_and_of_init_are_told(policy, tmp_path):
         "from sqlite3 import Connection\n"
         "orders = sqlite3.connect(':memory:')\n"
         "words = ['one']\n"
+        "class Store:\n"
+        "    def __init__(self):\n"
+        "        self.c = sqlite3.connect(':memory:')\n"
+        "STORE = Store()\n"
         "class Shop:\n"
+        "    metadata = {'render_modes': []}\n"
         "    def __init__(self):\n"
         "        self.of_init = sqlite3.connect(':memory:')\n"
         "        self.bought = []\n"
@@ -350,7 +355,8 @@ def test_connections_of_a_file_and_of_init_are_told(policy, tmp_path):
     play(policy, [["done"]], f"environment={file}:Shop", "reward.functions=[]")
     (warning,) = play.warnings
     assert (
-        "completions share orders, of_init of the environment's class, file or __init__" in warning
+        "completions share orders, STORE, of_init of the environment's class, file or __init__"
+        in warning
     )
 
 
