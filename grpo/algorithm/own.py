@@ -50,8 +50,10 @@ def call_own(
     names = list(parameters)
     # An argument in the place of another, also without its shape (`ratio`), would get its tensor.
     all_known = f" {'_ '.join(known)}_"
+    # A parameter after * takes nothing by position.
     is_in_place = all(
-        f"{place}_".startswith(f"{name}_") or f" {name}_" not in all_known
+        parameters[name].kind != inspect.Parameter.KEYWORD_ONLY
+        and (f"{place}_".startswith(f"{name}_") or f" {name}_" not in all_known)
         for name, place in zip(names, in_order, strict=False)
     )
     positional = []
@@ -107,5 +109,5 @@ def own_metrics(
         if not mask.any():
             numbers = numbers[:0]
         count = torch.tensor(len(numbers))
-        pairs[f"{PREFIX}{name}"] = (numbers.sum(), count)
+        pairs[f"{PREFIX}{str(name).removeprefix(PREFIX)}"] = (numbers.sum(), count)
     return pairs

@@ -221,7 +221,7 @@ def variant_names(variants: Sequence[Sequence[str]]) -> list[str]:
         # The folder of a function's file would fill the row: mine/loss.py:f is loss.py:f.
         text = re.sub(r"[\w./-]+/(?=\w+\.py:)", "", text)
         # Sections are left out, also as mappings: `algorithm={beta: 0}`.
-        without_sections = re.sub(r"(?<![\w.])\w+\.(?=[\w.]+=)|\w+[=:] *\{", "", text)
+        without_sections = re.sub(r"(?<![\w.])[\w.]+\.(?=\w+=)|\w+[=:] *\{", "", text)
         name = re.sub(r"[^\w.,=+-]+", "_", without_sections, flags=re.ASCII)[:100].strip("_")
         # Two variants may differ only in characters that are replaced or cut off above.
         if name in names:

@@ -234,9 +234,9 @@ def _try_objective(
     loss_metrics: set[str],
     step: int,
 ) -> None:
-    """Check the loss and its gradient on rows of 2, 1 and 0 tokens, with ratios above, below and at
-    1. In the second row the policy is the old one and the reference, so that no trust region of a
-    loss leaves it out. Warn if the sign of the loss seems wrong.
+    """Check the loss and its gradient on rows of 2, 1, 0 and 1 tokens, with ratios above, below and
+    at 1. In the second row the policy is the old one, and in the fourth nearly so: no trust region
+    of a loss leaves these out. Warn if the sign of the loss seems wrong.
 
     In other micro-batches a row has other neighbours and more padding. Loss and gradient must not
     depend on this.
@@ -245,11 +245,11 @@ def _try_objective(
         ValueError: if loss or gradient depend on other rows or on padding, or are not finite, or if
             there is no gradient.
     """
-    logprobs_BT = torch.tensor([[-1.1, -2.2], [-1.0, 0.0], [0.0, 0.0]], requires_grad=True)
-    old_logprobs_BT = torch.tensor([[-1.2, -2.0], [-1.0, 0.0], [0.0, 0.0]])
-    ref_logprobs_BT = torch.tensor([[-1.4, -1.9], [-1.0, 0.0], [0.0, 0.0]])
-    advantages_B = torch.tensor([1.0, -1.0, 2.0])
-
+    # In the first step the policy before the updates is the reference, too.
+    old_logprobs_BT = torch.tensor([[-1.2, -2.0], [-1.0, 0.0], [0.0, 0.0], [-0.8, 0.0]])
+    logprobs_BT = torch.tensor([[-1.1, -2.2], [-1.0, 0.0], [0.0, 0.0], [-0.799, 0.0]])
+    logprobs_BT.requires_grad_()
+    advantages_B = torch.tensor([1.0, -1.0, 2.0, 0.5])
     mask_BT = old_logprobs_BT < 0
 
     def loss_of(rows: slice = slice(None), num_padding: int = 0) -> Tensor:
@@ -261,7 +261,7 @@ def _try_objective(
             cut(old_logprobs_BT),
             advantages_B[rows],
             cut(mask_BT),
-            ref_logprobs_BT=cut(ref_logprobs_BT),
+            ref_logprobs_BT=cut(old_logprobs_BT),
             sampling_logprobs_BT=cut(old_logprobs_BT),
             objective=function,
             step=step,
@@ -276,7 +276,7 @@ def _try_objective(
     if not (loss.isfinite() and gradient_BT.isfinite().all()):
         raise ValueError(f"the loss ({loss:g}) or its gradient is not finite")
     other_losses = {
-        "the other rows": sum(loss_of(slice(b, b + 1)) for b in range(3)),
+        "the other rows": sum(loss_of(slice(b, b + 1)) for b in range(4)),
         "the number of padding columns": loss_of(num_padding=2),
     }
     for others, other_loss in other_losses.items():

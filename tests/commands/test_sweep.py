@@ -52,6 +52,7 @@ def test_names_are_short_readable_unique_and_hold_no_secret():
     assert variant_names([["algorithm.objective=mine/loss.py:leash"]]) == [
         "objective=loss.py_leash"
     ]
+    assert variant_names([["algorithm.own_args.objective.radius=0.1"]]) == ["radius=0.1"]
     section = "algorithm={objective: mine/loss.py:leash, own_args: {objective: {radius: 0.1}}}"
     assert variant_names([[section]]) == ["objective_loss.py_leash,_radius_0.1"]
 

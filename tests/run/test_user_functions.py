@@ -82,6 +82,10 @@ def gradient_of_the_mean(logprobs_BT, ratio_BT, A_B1, mask_BT, bounds):
 def largest_advantage(logprobs_BT, ratio_BT, A_B1, mask_BT, bounds):
     return -ratio_BT * A_B1 / A_B1.abs().max()
 
+def largest_ratio(logprobs_BT, ratio_BT, A_B1, mask_BT, bounds):
+    change_BT = (ratio_BT - 1) ** 2
+    return -ratio_BT * A_B1 + change_BT / (change_BT.max().detach() + 1e-6)
+
 def fades_in(logprobs_BT, ratio_BT, A_B1, mask_BT, bounds, step):
     mean = logprobs_BT.mean()
     return -ratio_BT * A_B1 + min(step / 4, 1) * (mean - mean.detach())
@@ -105,7 +109,7 @@ def one_of_its_own(ratios):
 @pytest.mark.parametrize(
     ("key", "name", "message"),
     [
-        ("objective", "per_row", r"must return a tensor of shape \(3, 2\), got \(3,\)"),
+        ("objective", "per_row", r"must return a tensor of shape \(4, 2\), got \(4,\)"),
         ("objective", "not_at_1", r"the loss \(nan\) or its gradient is not finite"),
         ("objective", "over_rows", "of a row or its gradient depends on the other rows"),
         (
@@ -116,6 +120,7 @@ def one_of_its_own(ratios):
         ("objective", "gradient_of_the_mean", "its gradient depends on the other rows"),
         ("objective", "fades_in", "its gradient depends on the other rows"),
         ("objective", "largest_advantage", "a row or its gradient depends on the other rows"),
+        ("objective", "largest_ratio", "a row or its gradient depends on the other rows"),
         ("objective", "typo", "no argument 'ref_logprob_BT': .* may ask for old_logprobs_BT, ref"),
         ("objective", "silent_typo", "there is no argument 'ref_logprob_BT'"),
         ("objective", "typo_after_star", "no argument 'ref_logprob_BT': .* not end in a shape"),
@@ -125,7 +130,7 @@ def one_of_its_own(ratios):
         ("objective", "one_of_its_own", r"takes 1 positional .* 5 were given \(docs/algorithm.md"),
         ("objective", "detached", "the loss has no gradient"),
         ("objective", "any_keyword", "there is no argument 'kwargs'"),
-        ("objective", "fails", r"\(line 65\) raised KeyError: 'a'"),
+        ("objective", "fails", r"\(line 69\) raised KeyError: 'a'"),
         ("objective", "text_as_metric", "the metric 'kind' is 'clip', no number"),
         ("objective", "missing", "has no function or class"),
         ("objective", "constant", "has no function or class"),
@@ -333,6 +338,8 @@ def test_advantages_are_tried_on_columns_of_the_rows(tmp_path):
         "    return rewards_PG, {}, rewards_PG\n"
         "def no_name(rewards_PG):\n"
         "    return rewards_PG, 0.5\n"
+        "def typo(reward_PG, *, q=1):\n"
+        "    return reward_PG\n"
         "def texts(rewards_PG):\n"
         "    return rewards_PG, {'names': ['a', 'b']}\n"
         "def measured(rewards_PG):\n"
@@ -373,6 +380,8 @@ def test_advantages_are_tried_on_columns_of_the_rows(tmp_path):
             try_function(name)
     with pytest.raises(ValueError, match=r"the metric 'names' is \['a', 'b'\], no number"):
         try_function("texts")
+    with pytest.raises(ValueError, match="there is no argument 'reward_PG'"):
+        try_function("typo")
     assert not try_function("measured")
     assert not try_function("all_zeros", objective=f"{file}:loss")
     with pytest.raises(ValueError, match="has a metric of this name: own/level"):
