@@ -175,7 +175,10 @@ def print_report(model: str, evaluation: Evaluation) -> None:
         count = "" if estimate.count is None else f"{estimate.count}/{estimate.of}"
         print(f"{name:28}{estimate.value:>10.4g}  {interval:>20}  {count:>15}".rstrip())
     if evaluation.num_unscored:
-        print(f"note: {evaluation.num_unscored} completions could not be scored and count as wrong")
+        print(
+            f"note: {evaluation.num_unscored} completions have no value of the reward that decides "
+            "what is correct (eval.correctness), and count as wrong"
+        )
     print_outlook(evaluation)
 
 

@@ -108,12 +108,13 @@ def margin_of_error(numbers: pandas.DataFrame) -> pandas.Series:
 
 def as_markdown(rows: pandas.DataFrame, base: str) -> str:
     """Return the Markdown table of ``TABLE_METRICS``, followed by its caption."""
-    # Cells are padded to equal width, because the table is also printed.
+    # Cells are padded to equal width, because the table is also printed. The heading has the name
+    # of a variant and 14 characters; a difference has up to 22, and a name at least 4.
     width = rows["variant"].str.len().max()
     heading = f"difference to {base}"
     lines = [
-        f"| {'metric':24} | {'variant':{width}} | seeds | {'mean':22} | {heading:22} |",
-        f"|-{'-' * 24}-|-{'-' * width}-|-------|-{'-' * 22}-|-{'-' * 22}-|",
+        f"| {'metric':24} | {'variant':{width}} | seeds | {'mean':22} | {heading:{width + 18}} |",
+        f"|-{'-' * 24}-|-{'-' * width}-|-------|-{'-' * 22}-|-{'-' * (width + 18)}-|",
     ]
     for pattern in TABLE_METRICS:
         for metric in fnmatch.filter(rows["metric"].unique(), pattern):
@@ -124,7 +125,7 @@ def as_markdown(rows: pandas.DataFrame, base: str) -> str:
                     difference = ""
                 lines.append(
                     f"| {metric:24} | {row.variant:{width}} | {row.seeds:5} "
-                    f"| {mean:22} | {difference:22} |"
+                    f"| {mean:22} | {difference:{width + 18}} |"
                 )
     return "\n".join(lines) + "\n" + CAPTION
 

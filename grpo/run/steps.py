@@ -99,12 +99,13 @@ def evaluate_if_due(run: Run) -> dict[str, float]:
     sampling = replace(
         eval_sampling(config), tokens_in_flight=run.sampler.sampling.tokens_in_flight
     )
+    grader = Grader(config.eval, run.tasks.rewards, run.trainer_state)
     seconds = {}
     with world.timed("eval", seconds), run.sampler.current_weights():
         evaluation = evaluate(
             run.sampler.engine,
             problems,
-            Grader(config.eval, run.tasks.rewards, run.trainer_state),
+            grader,
             world,
             sampling,
             # Each evaluation has the same seeds, so that metrics differ by the weights alone.
@@ -114,8 +115,9 @@ def evaluate_if_due(run: Run) -> dict[str, float]:
     reporter.evaluation(progress.step, metrics, evaluation.intervals, seconds["eval"])
     if evaluation.num_unscored:
         reporter.print(
-            f"warning: {evaluation.num_unscored} completions of this evaluation could not be "
-            "scored and count as wrong"
+            f"warning: {evaluation.num_unscored} completions of this evaluation have no value of "
+            f"{grader.correctness}, which decides what is correct (eval.correctness), and count as "
+            "wrong"
         )
 
     progress.evaluated_step = progress.step
