@@ -250,7 +250,7 @@ def policy_loss(
             by_name["sampling_logprobs_BT"] = _zero_outside(mask_BT, sampling_logprobs_BT)
         policy_BT, metrics = call_own(objective, in_order, by_name)
         stats |= own_metrics(metrics, mask_BT)
-        check_returned("the objective", policy_BT, mask_BT.shape)
+        check_returned("algorithm.objective", policy_BT, mask_BT.shape)
         # A user's loss can be independent of the log-probs of this micro-batch, and then has no
         # graph: backward() would fail on this rank, and the others would wait for it. Adding 0 * lp
         # gives the loss a graph.

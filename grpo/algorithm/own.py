@@ -108,6 +108,8 @@ def own_metrics(
         numbers = values[~values.isnan()]
         if not mask.any():
             numbers = numbers[:0]
-        count = torch.tensor(len(numbers))
-        pairs[f"{PREFIX}{str(name).removeprefix(PREFIX)}"] = (numbers.sum(), count)
+        pairs[f"{PREFIX}{str(name).removeprefix(PREFIX)}"] = (
+            numbers.sum(),
+            torch.tensor(len(numbers)),
+        )
     return pairs

@@ -99,7 +99,8 @@ def step_line(run: Run, step: Step) -> dict[str, float]:
     )
     is_equal_P = has_equal_rewards(values_compared_in_group)
     line["frac_reward_zero_std"] = is_equal_P.float().mean().item()
-    return line | reduced
+    # A user's loop may add a metric of the same name, which does not replace these numbers.
+    return line | reduced | line
 
 
 def reward_metrics(

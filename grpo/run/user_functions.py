@@ -234,9 +234,9 @@ def _try_objective(
     loss_metrics: set[str],
     step: int,
 ) -> None:
-    """Check the loss and its gradient on rows of 2, 1, 0 and 1 tokens, with ratios above, below and
-    at 1. In the second row the policy is the old one, and in the fourth nearly so: no trust region
-    of a loss leaves these out. Warn if the sign of the loss seems wrong.
+    """Check the loss and its gradient on rows of 2, 1, 0 and 1 tokens, with ratios above and below
+    the bounds, and at 1. In the second row the policy is the old one, and in the fourth nearly so:
+    no trust region of a loss leaves these out. Warn if the sign of the loss seems wrong.
 
     In other micro-batches a row has other neighbours and more padding. Loss and gradient must not
     depend on this.
@@ -247,7 +247,7 @@ def _try_objective(
     """
     # In the first step the policy before the updates is the reference, too.
     old_logprobs_BT = torch.tensor([[-1.2, -2.0], [-1.0, 0.0], [0.0, 0.0], [-0.8, 0.0]])
-    logprobs_BT = torch.tensor([[-1.1, -2.2], [-1.0, 0.0], [0.0, 0.0], [-0.799, 0.0]])
+    logprobs_BT = torch.tensor([[-0.5, -2.7], [-1.0, 0.0], [0.0, 0.0], [-0.799, 0.0]])
     logprobs_BT.requires_grad_()
     advantages_B = torch.tensor([1.0, -1.0, 2.0, 0.5])
     mask_BT = old_logprobs_BT < 0

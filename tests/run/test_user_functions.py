@@ -86,6 +86,11 @@ def largest_ratio(logprobs_BT, ratio_BT, A_B1, mask_BT, bounds):
     change_BT = (ratio_BT - 1) ** 2
     return -ratio_BT * A_B1 + change_BT / (change_BT.max().detach() + 1e-6)
 
+def beyond_the_bounds(ratio_BT, A_B1, bounds):
+    is_far_BT = ratio_BT > bounds[1]
+    loss_BT = -ratio_BT * A_B1
+    return loss_BT / is_far_BT.float().mean() if is_far_BT.any() else loss_BT
+
 def fades_in(logprobs_BT, ratio_BT, A_B1, mask_BT, bounds, step):
     mean = logprobs_BT.mean()
     return -ratio_BT * A_B1 + min(step / 4, 1) * (mean - mean.detach())
@@ -121,6 +126,7 @@ def one_of_its_own(ratios):
         ("objective", "fades_in", "its gradient depends on the other rows"),
         ("objective", "largest_advantage", "a row or its gradient depends on the other rows"),
         ("objective", "largest_ratio", "a row or its gradient depends on the other rows"),
+        ("objective", "beyond_the_bounds", "a row or its gradient depends on the other rows"),
         ("objective", "typo", "no argument 'ref_logprob_BT': .* may ask for old_logprobs_BT, ref"),
         ("objective", "silent_typo", "there is no argument 'ref_logprob_BT'"),
         ("objective", "typo_after_star", "no argument 'ref_logprob_BT': .* not end in a shape"),
@@ -130,7 +136,7 @@ def one_of_its_own(ratios):
         ("objective", "one_of_its_own", r"takes 1 positional .* 5 were given \(docs/algorithm.md"),
         ("objective", "detached", "the loss has no gradient"),
         ("objective", "any_keyword", "there is no argument 'kwargs'"),
-        ("objective", "fails", r"\(line 69\) raised KeyError: 'a'"),
+        ("objective", "fails", r"\(line 74\) raised KeyError: 'a'"),
         ("objective", "text_as_metric", "the metric 'kind' is 'clip', no number"),
         ("objective", "missing", "has no function or class"),
         ("objective", "constant", "has no function or class"),
