@@ -307,7 +307,7 @@ def test_a_model_that_is_told_of_no_tool_or_has_none(random_model):
     )
     play(policy, [["done"]], "tools=[calculator, python]", f"{prompt}.")
     (note,) = play.warnings
-    assert "do not name all of them" in note
+    assert "name not all in the line" in note
     play(policy, [["done"]], "tools=[calculator]", f"{prompt}.")
     assert not play.warnings
     play(policy, [["done"]], f"environment={USER}:Silent", "reward.functions=[]")

@@ -1,7 +1,10 @@
 """The example of an environment with a database: by hand, and with the schemas that a model
 reads."""
 
+import re
 import sqlite3
+import textwrap
+from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT
@@ -26,6 +29,17 @@ def test_each_completion_has_a_database_of_its_own():
     assert first.get_reward() == 0.0
     first.reset(name="Eve", age=7)
     assert first.count() == "0"
+
+
+def test_the_reward_of_the_page_for_rows_of_two_kinds():
+    text = (ROOT / "docs" / "tools.md").read_text()
+    (code,) = re.findall(r" ```python\n( +def judged.*?) ```", text, re.DOTALL)
+    functions = {}
+    exec(textwrap.dedent(code), functions)
+    said = [[{"role": "assistant", "content": text}] for text in (" 36\n", "37", "done", "done")]
+    environments = [SimpleNamespace(_is_done=lambda done=done: done) for done in (0, 1, 1, 0)]
+    values = functions["judged"](said, environments, ["36", "36", None, None], name=[None] * 4)
+    assert values == [1.0, 0.0, 1.0, 0.0]
 
 
 def test_its_tools_have_schemas():
