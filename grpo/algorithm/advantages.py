@@ -147,15 +147,15 @@ def group_advantages(
     elif scale == "batch":
         rewards_1B = rewards_PG.reshape(1, -1)
         s_P1 = _std(rewards_1B) + eps
-        is_zero_PG = is_zero_PG | _are_equal(rewards_1B)
+        is_zero_PG |= _are_equal(rewards_1B)
     elif scale == "mean":
         s_P1 = mean_P1 + eps
         # Without eps, a group of rewards 0 would be 0 / 0.
-        is_zero_PG = is_zero_PG | (mean_P1 == 0)
+        is_zero_PG |= mean_P1 == 0
 
     # Equal rewards must give exactly 0. The formula would give a rounding error divided by eps.
     if baseline != "none" or scale == "group":
-        is_zero_PG = is_zero_PG | _are_equal(rewards_PG)
+        is_zero_PG |= _are_equal(rewards_PG)
 
     advantages_PG = (rewards_PG - b_PG) / s_P1
     advantages_PG = advantages_PG.masked_fill(is_zero_PG, 0.0)

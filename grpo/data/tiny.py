@@ -221,7 +221,6 @@ def _initial_model(tokenizer: Qwen2Tokenizer, recipe: Recipe, seed: int) -> Qwen
         max_position_embeddings=CONTEXT,
         initializer_range=recipe.initializer_range,
         tie_word_embeddings=True,
-        dtype="float32",
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,

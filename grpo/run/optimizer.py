@@ -114,8 +114,8 @@ def apply_update(learner: Learner, metrics: Accumulator) -> None:
         skipped_in_a_row = progress.skipped_in_a_row + 1
         learner.reporter.print(
             "warning: a gradient is not finite: this update is skipped, "
-            "and the weights do not change (is optim.learning_rate too high, or "
-            "algorithm.objective a function of yours that gives NaN?)"
+            f"and the weights do not change (step {progress.step + 1}: is optim.learning_rate too "
+            "high, or algorithm.objective a function of yours that gives NaN?)"
         )
     if skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
         raise ValueError(

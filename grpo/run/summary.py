@@ -122,8 +122,8 @@ def warnings_of(
         yield f"note: {key} has no effect {reason}"
     if "objective" in algorithm.own_args and algorithm.updates_per_step == 1:
         yield (
-            "note: with one update a rollout the importance ratio is 1: what algorithm.own_args "
-            "says of a trust region has no effect (algorithm.num_iterations, num_minibatches)"
+            "note: with one update a rollout the importance ratio is 1: a bound of it, if one is "
+            "in algorithm.own_args, has no effect (algorithm.num_iterations, num_minibatches)"
         )
 
     num_shared = count_shared_prompts(

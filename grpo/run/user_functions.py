@@ -288,11 +288,13 @@ def _try_objective(
                 f"the loss of a row or its gradient depends on {others} (or on chance), and so the "
                 "update on how the batch is cut"
             )
-    # The second token of the first row has a positive advantage, and is less likely than when it
-    # was sampled, and than under the reference. The second row has a negative advantage.
-    if not gradient_BT[0, 1] <= 0 <= gradient_BT[1, 0]:
+    # The first row has a positive advantage. Its first token has become more likely than the bounds
+    # allow, its second less likely. The second row has a negative advantage.
+    above, below = gradient_BT[0]
+    if not below <= 0 <= gradient_BT[1, 0] or above < below == 0:
         warn(
             "warning: algorithm.objective raises the probability of a token with a negative "
-            "advantage, or lowers that of one with a positive advantage and a ratio below 1: is "
-            "its sign right, and does it use A_B1?"
+            "advantage, or lowers that of one with a positive advantage and a ratio below 1, or "
+            "leaves that one as it is and raises one above its bounds (max for min?): is its sign "
+            "right, and does it use A_B1?"
         )

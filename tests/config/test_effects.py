@@ -117,7 +117,7 @@ NOTES = """
     rollout.engine=vllm & algorithm.sampler_correction=none -> rollout.engine=vllm without algorithm.sampler_correction
     rollout.engine=vllm & rollout.top_k=5 -> rollout.top_p=1, top_k=5, min_p=0
     rollout.top_p=0.9 -> the gradient estimate is biased
-    algorithm.objective=a.py:f & algorithm.own_args={objective: {radius: 1}} -> of a trust region has no effect
+    algorithm.objective=a.py:f & algorithm.own_args={objective: {radius: 1}} -> in algorithm.own_args, has no effect
 """
 
 

@@ -159,12 +159,17 @@ def test_a_loss_with_the_wrong_sign_is_told(tmp_path):
     file.write_text(
         f"{FILE}\ndef wrong_sign(ratio_BT, A_B1):\n    return ratio_BT * A_B1\n"
         "def all_up(ratio_BT, A_B1):\n    return -ratio_BT * A_B1.abs()\n"
+        "def max_for_min(ratio_BT, A_B1, bounds):\n"
+        "    return -torch.max(ratio_BT * A_B1, ratio_BT.clamp(*bounds) * A_B1)\n"
+        "def masked(ratio_BT, A_B1):\n"
+        "    return -ratio_BT * A_B1 * ((ratio_BT - 1).abs() < 0.1)\n"
+        "def reinforce(logprobs_BT, A_B1):\n    return -logprobs_BT * A_B1\n"
     )
-    for name in ("wrong_sign", "all_up", "likelihood"):
+    for name in ("wrong_sign", "all_up", "likelihood", "max_for_min"):
         user = load_user_functions(make_config({"algorithm.objective": f"{file}:{name}"}))
         (warning,) = user.warnings
         assert "is its sign right" in warning
-    for name in ("clip", "clip_and_kl"):
+    for name in ("clip", "clip_and_kl", "masked", "reinforce"):
         user = load_user_functions(make_config({"algorithm.objective": f"{file}:{name}"}))
         assert not user.warnings
 
