@@ -132,7 +132,7 @@ def warnings_of(
         with_columns=bool(config.environment),
     )
     if num_shared:
-        yield f"warning: {num_shared} of the evaluation problems are also in the training data"
+        yield f"warning: {num_shared} evaluation problems are also trained on (see data.eval_split)"
 
     # A right completion never equals a worked solution, so its reward would always be 0.
     comparing = [f.name for f in config.reward.functions if f.name in TEXT_COMPARING_REWARDS]

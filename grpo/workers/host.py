@@ -152,7 +152,7 @@ async def _await_value(answer: Answer, limit_s: float) -> Answer:
 
 
 def serve(descriptor: int, parent: int) -> None:
-    """Answer requests until this process is killed, or the closed connection raises ``EOFError``.
+    """Answer requests until this process is killed, or the trainer closes the connection.
 
     If one answer to a list of requests cannot be pickled, each request of the list gets the
     pickling error as its answer.
@@ -175,7 +175,10 @@ def serve(descriptor: int, parent: int) -> None:
     process_id = os.getpid()
     host = Host()
     while True:
-        requests, limit_s = connection.recv()
+        try:
+            requests, limit_s = connection.recv()
+        except EOFError:  # the trainer has ended
+            return
         answers = host.ask(requests, limit_s)
         # If a method forks and its child also returns, the child comes here too. An answer of the
         # child would be taken for the answer to the next requests.
