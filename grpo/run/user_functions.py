@@ -246,9 +246,8 @@ def _try_objective(
             there is no gradient.
     """
     # In the first step the policy before the updates is the reference, too.
-    old_logprobs_BT = torch.tensor([[-1.2, -2.0], [-1.0, 0.0], [0.0, 0.0], [-0.8, 0.0]])
-    logprobs_BT = torch.tensor([[-0.5, -2.7], [-1.0, 0.0], [0.0, 0.0], [-0.799, 0.0]])
-    logprobs_BT.requires_grad_()
+    old_logprobs_BT = torch.tensor([[-1.2, -2.0], [-1, 0], [0, 0], [-0.8, 0]])
+    logprobs_BT = torch.tensor([[-0.5, -2.7], [-1, 0], [0, 0], [-0.799, 0]], requires_grad=True)
     advantages_B = torch.tensor([1.0, -1.0, 2.0, 0.5])
     mask_BT = old_logprobs_BT < 0
 

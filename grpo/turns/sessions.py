@@ -151,7 +151,8 @@ class LoadedEnvironment:
             is_stepped,
             has_reward=is_stepped or has_reward,
             needed_columns=_needed_arguments(environment.reset) - {"prompt", "seed"},
-            shared_names=_shared_names(environment),
+            # Classes in the form of Gymnasium mostly come from a package, with mappings of their own.
+            shared_names=[] if is_stepped else _shared_names(environment),
         )
 
     def reset(self, slot: int, row: dict[str, Any], seed: int) -> Any:
@@ -268,8 +269,7 @@ def _shared_names(environment: Any) -> list[str]:
         has_connection = any(hasattr(type(part), "commit") for part in parts)
         # The file may have other classes of environments.
         is_shared = is_variable or (has_connection and not isinstance(value, type))
-        # Classes in the form of Gymnasium have a mapping, `metadata`.
-        if not name.startswith(("__", "metadata")) and is_shared:
+        if is_shared and not name.startswith("__"):
             names.append(name)
     return names
 

@@ -307,7 +307,7 @@ def test_a_model_that_is_told_of_no_tool_or_has_none(random_model):
     )
     play(policy, [["done"]], "tools=[calculator, python]", f"{prompt}.")
     (note,) = play.warnings
-    assert "name not all in the line" in note
+    assert "lack some of the line `tools`" in note
     play(policy, [["done"]], "tools=[calculator]", f"{prompt}.")
     assert not play.warnings
     play(policy, [["done"]], f"environment={USER}:Silent", "reward.functions=[]")
@@ -343,7 +343,6 @@ def test_connections_of_a_file_and_of_init_are_told(policy, tmp_path):
         "        self.c = sqlite3.connect(':memory:')\n"
         "STORE = Store()\n"
         "class Shop:\n"
-        "    metadata = {'render_modes': []}\n"
         "    def __init__(self):\n"
         "        self.of_init = sqlite3.connect(':memory:')\n"
         "        self.bought = []\n"
