@@ -86,7 +86,7 @@ def preview(rows: Rows, problem_set: ProblemSet, tokenizer: Any) -> Iterator[str
     )
     yield (
         "without an answer (empty, or data.answer_pattern finds none): "
-        f"{problem_set.num_without_answer}"
+        f"{problem_set.num_without_answer or '0, or not counted without data.answer_column'}"
     )
     distinct_prompts = {problem.prompt_ids for problem in problems}
     yield f"the same prompt as another: {len(problems) - len(distinct_prompts)}"
