@@ -96,6 +96,9 @@ def own_metrics(
     A value is a number or a tensor, of which the mean is reported: over the tokens of the mask if
     it has the shape of the mask, else over all its numbers. NaN is left out. So is a micro-batch
     without a token in the mask: with FSDP a rank may repeat a row without effect.
+
+    Args:
+        mask: ``[B, T]`` True at the tokens that count. For advantages: ``[P, G]``, all True.
     """
     pairs = {}
     for name, value in metrics.items():

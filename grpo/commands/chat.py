@@ -125,12 +125,7 @@ def _sample(
     # The instructions of a built-in task are part of its prompts, as in a run.
     instructions = None if task is None else task.instructions
     rows = Rows("the chat", [prompt], [columns], instructions)
-    problem_set = make_problems(
-        rows,
-        data,
-        policy.tokenizer,
-        schemas=tools.schemas,
-    )
+    problem_set = make_problems(rows, data, policy.tokenizer, schemas=tools.schemas)
     sampling = dataclasses.replace(sampler.sampling, num_generations=num_samples)
     # The number of the turn is part of the seed, so that the same question gets another answer
     # later.

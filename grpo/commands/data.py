@@ -42,12 +42,7 @@ def main(argv: list[str]) -> None:
                 return
             # The chat template writes the tools into the prompt, so the counts of tokens include
             # the tools.
-            problem_set = make_problems(
-                rows,
-                config.data,
-                tokenizer,
-                schemas=tools.schemas,
-            )
+            problem_set = make_problems(rows, config.data, tokenizer, schemas=tools.schemas)
             split = "training" if is_training else "evaluation"
             # No environment is reset here, so text that its reset would add to a prompt is not
             # shown.

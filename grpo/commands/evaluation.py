@@ -133,12 +133,7 @@ def _evaluate(
     with world.fail_together():
         split_stop(tokenizer, config.rollout.stop)  # refuses strings that could never match
         # The prompts depend on the tokenizer and the chat template of the model.
-        problem_set = make_problems(
-            rows,
-            config.data,
-            tokenizer,
-            schemas=tools.schemas,
-        )
+        problem_set = make_problems(rows, config.data, tokenizer, schemas=tools.schemas)
         problems = problem_set.problems[: config.eval.max_samples]
         check_eval_context(config, path, problems)
     if world.is_main:

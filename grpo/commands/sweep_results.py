@@ -130,11 +130,7 @@ def as_markdown(rows: pandas.DataFrame, base: str) -> str:
     return "\n".join(lines) + "\n" + CAPTION
 
 
-def _cell(
-    value: float,
-    margin: float,
-    sign: str = "",
-) -> str:
+def _cell(value: float, margin: float, sign: str = "") -> str:
     """Return the text of a value with its margin of error. ``sign="+"`` also shows the sign of
     positive values."""
     if math.isnan(value):

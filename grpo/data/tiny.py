@@ -227,7 +227,7 @@ def _initial_model(tokenizer: Qwen2Tokenizer, recipe: Recipe, seed: int) -> Qwen
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return Qwen2ForCausalLM(config)
+        return Qwen2ForCausalLM(config).float()
 
 
 def _learning_rate_factor(step: int, recipe: Recipe) -> float:

@@ -36,7 +36,8 @@ class UserFunctions:
     warnings: set[str]
     """Probable mistakes in the loss and the advantages, a line each."""
     loss_metrics: set[str]
-    """Names of the metrics of the user's loss, and of every loss."""
+    """Names of the metrics of the user's loss, found in its trial, and those of every loss. Empty
+    for a built-in loss."""
 
     @property
     def needs_reference(self) -> bool:

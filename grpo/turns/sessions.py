@@ -151,7 +151,7 @@ class LoadedEnvironment:
             is_stepped,
             has_reward=is_stepped or has_reward,
             needed_columns=_needed_arguments(environment.reset) - {"prompt", "seed"},
-            # Classes in the form of Gymnasium mostly come from a package, with mappings of its own.
+            # Classes of Gymnasium have mappings such as `metadata`, which are constants.
             shared_names=[] if is_stepped else _shared_names(environment),
         )
 
