@@ -41,7 +41,8 @@ CAPTION = (
     "seeds, or ± 0, it says\n"
     "next to nothing. Student's t, n - 1 degrees of freedom; one seed has no interval. "
     "Evaluations: the last one.\n"
-    f"Other metrics: mean of the last {NUM_LAST_STEPS} steps.\n"
+    f"Other metrics: mean of the last {NUM_LAST_STEPS} steps. "
+    "Where every difference but that of the time is +0, the key had no effect.\n"
 )
 
 Results = dict[str, dict[int, list[dict[str, Any]]]]

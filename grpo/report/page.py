@@ -14,6 +14,7 @@ import math
 import time
 from collections.abc import Sequence
 from importlib import resources
+from itertools import accumulate
 from typing import Any
 
 from grpo.config import Config, flat
@@ -144,13 +145,8 @@ def _run_entry(run: RunData) -> dict[str, Any]:
     }
 
     # The time is summed over all steps, also over steps that are left out of the curves.
-    seconds = 0.0
-    clock = []
-    for line in steps:
-        step_time = line.get("step_time") or 0.0
-        evaluation_time = line.get("time/eval") or 0.0
-        seconds += step_time + evaluation_time
-        clock.append(seconds)
+    seconds = [(line.get("step_time") or 0.0) + (line.get("time/eval") or 0.0) for line in steps]
+    clock = list(accumulate(seconds))
 
     # A hint is shown at the step where it first applies, so all steps are read in order.
     hints = Hints()
@@ -182,14 +178,12 @@ def _run_entry(run: RunData) -> dict[str, Any]:
     # and is listed as changed.
     default_config = Config().model_dump(mode="json")
     defaults = flat(default_config)
-    changed = [
-        key for key, value in config.items() if key not in defaults or defaults[key] != value
-    ]
+    changed = [key for key, value in config.items() if (key, value) not in defaults.items()]
     return {
         "subject": " \u00b7 ".join(map(str, filter(None, subject))),
         "status": "complete" if run.is_complete else "still running, or ended early",
         "last_step": run.metrics[-1]["step"] if run.metrics else 0,
-        "seconds": seconds,
+        "seconds": sum(seconds),
         "steps": [line["step"] for line in thinned],
         "series": series,
         "clock": [_rounded(value) for value in every_nth(clock, stride)],
@@ -230,9 +224,7 @@ def _rounded(value: float | None) -> float | None:
 
 def _as_texts(values: dict[str, Any]) -> dict[str, str]:
     """Return the values as text. A value of another type is written as JSON."""
-    texts = {}
-    for key, value in values.items():
-        if not isinstance(value, str):
-            value = json.dumps(value, ensure_ascii=False, default=str)
-        texts[key] = value
-    return texts
+    return {
+        key: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+        for key, value in values.items()
+    }

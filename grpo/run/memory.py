@@ -151,8 +151,7 @@ def _fit(
                 averages = []
                 for parameter in learner.policy.model.parameters():
                     if parameter.requires_grad and parameter not in learner.optimizer.state:
-                        averages.append(torch.empty_like(parameter))
-                        averages.append(torch.empty_like(parameter))
+                        averages += [torch.empty_like(parameter), torch.empty_like(parameter)]
                 attempt(num_tokens)
             break
         except Exception as error:

@@ -203,8 +203,4 @@ def _std(values: Tensor) -> float:
     """Standard deviation (n - 1) of the values that are not NaN; 0 for a single value, NaN for no
     value."""
     scored = values[~values.isnan()].double()
-    if len(scored) == 0:
-        return math.nan
-    if len(scored) == 1:
-        return 0.0
-    return scored.std().item()
+    return scored.std(correction=min(1, len(scored) - 1)).item()

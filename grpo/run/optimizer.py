@@ -28,11 +28,12 @@ def make_optimizer(model: nn.Module, settings: OptimConfig) -> torch.optim.Optim
     parameters = [p for p in model.parameters() if p.requires_grad]
     matrices = [p for p in parameters if p.dim() >= 2]
     vectors = [p for p in parameters if p.dim() < 2]
-    groups = []
-    if matrices:
-        groups.append({"params": matrices, "weight_decay": settings.weight_decay})
-    if vectors:
-        groups.append({"params": vectors, "weight_decay": 0.0})
+    groups = [
+        {"params": matrices, "weight_decay": settings.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    # An adapter has no vectors.
+    groups = [group for group in groups if group["params"]]
     if settings.name == "adamw8bit":
         return _adamw8bit(model)(groups, lr=settings.learning_rate, betas=settings.betas)
     # A fused kernel reads and writes each number once, and needs no temporary memory. On CPU, an
@@ -74,8 +75,9 @@ def make_lr_schedule(
     warmup = int(settings.warmup_steps)
     if settings.warmup_steps < 1:  # a fraction, rounded up as transformers does
         warmup = math.ceil(settings.warmup_steps * num_updates)
-    # transformers ignores the warm-up of "constant" without a warning.
-    if name == "constant" and warmup:
+    # transformers ignores the warm-up of "constant" without a warning. Without warm-up the two are
+    # the same.
+    if name == "constant":
         name = "constant_with_warmup"
     options = None
     # The configuration allows min_lr with these schedules alone. At 0 they are the same.

@@ -95,9 +95,6 @@ class Accumulator:
                 metrics[name] = value.item()
 
         names = sorted(self._maxima)
-        if names:
-            values = [self._maxima[name] for name in names]
-            values = torch.tensor(values, dtype=torch.float64)
-            maxima = world.max(values)
-            metrics |= zip(names, maxima.tolist(), strict=True)
-        return metrics
+        values = [self._maxima[name] for name in names]
+        maxima = world.max(torch.tensor(values, dtype=torch.float64))
+        return metrics | dict(zip(names, maxima.tolist(), strict=True))

@@ -95,8 +95,7 @@ def _text(value: Any) -> str | None:
     if not isinstance(value, str):
         text = json.dumps(value, ensure_ascii=False, default=str)
     # Half of a surrogate pair has no UTF-8, which Parquet needs: it becomes a question mark.
-    encoded = text.encode("utf-8", "replace")
-    return encoded.decode("utf-8")
+    return text.encode("utf-8", "replace").decode()
 
 
 def _at_sampled_tokens(values_T: Tensor, completion: Completion) -> list[float | None]:

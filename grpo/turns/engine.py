@@ -487,15 +487,17 @@ class TurnsEngine:
         calls = [call for conversation in conversations for call in conversation.calls]
         unread = [message for conversation in conversations for message in conversation.unread]
         for name in self.tools.key_of_tool:
-            reports = [call.report for call in calls if call.name == name]
+            called = [call for call in calls if call.name == name]
+            failed = [call.report for call in called if call.error]
+            empty = [call.report for call in called if call.report and not call.error]
             lengths = [len(m["content"]) for m in unread if m.get("name") == name]
             problem = ""
             # A model makes mistakes, but not in most of its calls.
-            if reports.count("") < len(reports) / 2:
+            if len(failed + empty) > len(called) / 2:
                 problem = (
-                    f"{len(reports) - reports.count('')} of {len(reports)} calls of {name!r} "
-                    "failed or gave no result, a mistake of the model or of the tool, first with "
-                    f"{next(filter(None, reports))[:600]}"
+                    f"of {len(called)} calls of {name!r}, {len(failed)} failed and {len(empty)} "
+                    "gave no result or the text of an error, a mistake of the model or of the "
+                    f"tool, first {(failed + empty)[0]:.600}"
                 )
             elif lengths:
                 problem = (

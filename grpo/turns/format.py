@@ -77,7 +77,7 @@ class TurnFormat:
         """
         role = "tool" if uses_tools else "user"
         # A turn may have several calls.
-        num_answers = 2 if uses_tools else 1
+        num_answers = 1 + uses_tools
         try:
             # A template may render answers to the first turn in another way than to later turns.
             for num_earlier in (0, 1):

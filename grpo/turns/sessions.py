@@ -331,7 +331,7 @@ def _step_result(returned: Any) -> tuple[str, float | None, bool]:
     # Without an observation, the model's next turn follows an empty text.
     text = "" if observation is None else _as_observation(observation)
     if reward is not None:
-        reward = float(reward)
+        reward = float(reward + 0.0)  # no text, also not that of a number
     return text, reward, bool(is_done)
 
 
@@ -354,6 +354,8 @@ def as_text(value: Any) -> str:
 
 
 def as_reward(value: Any) -> float | None:
-    """Return a reward as a float. None, NaN and infinity give None, which means no reward."""
-    number = math.nan if value is None else float(value)
-    return number if math.isfinite(number) else None
+    """Return a reward as a float. None, NaN and infinity give None, which means no reward. Text is
+    a TypeError, also that of a number."""
+    if value is None or not math.isfinite(value):
+        return None
+    return float(value)

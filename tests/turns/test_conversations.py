@@ -5,6 +5,7 @@ import contextlib
 from collections import Counter
 from pathlib import Path
 
+import numpy
 import pytest
 from conftest import load
 
@@ -18,6 +19,7 @@ from grpo.rollout.interface import Engine
 from grpo.system import UserError
 from grpo.turns.builtin import calculator, python
 from grpo.turns.engine import TurnsEngine
+from grpo.turns.sessions import _step_result, as_reward
 from grpo.turns.tools import Tools
 
 USER = str(Path(__file__).parent / "user_tools.py")
@@ -231,12 +233,13 @@ def test_good_and_bad_calls(policy):
         assert c.num_turns == 3
     # The tools most of whose calls have failed, or gave the text of an error.
     warning, of_python, of_another = play.warnings
-    assert "1 of 1 calls of 'python'" in of_python and "'ZeroDivisionError: div" in of_python
-    assert of_another.startswith("warning: 5 of 7 calls of 'misbehave' failed or gave no result")
+    assert "of 1 calls of 'python', 0 failed and 1" in of_python
+    assert "'ZeroDivisionError: div" in of_python
+    assert of_another.startswith("warning: of 7 calls of 'misbehave', 4 failed and 1 gave")
     assert warning.startswith(
-        "warning: 1 of 1 calls of 'calculator' failed or gave no result, a "
-        "mistake of the model or of the tool, "
-        "first with call 'calculator' {'expression': '9**9**9'}: ValueError: the power is too large, File "
+        "warning: of 1 calls of 'calculator', 1 failed and 0 gave no result or the text of an "
+        "error, a mistake of the model or of the tool, first call 'calculator' {'expression': "
+        "'9**9**9'}: ValueError: the power is too large, File "
     )
     assert "grpo/turns/builtin.py" in warning
     assert results(several) == ["2", "B", "1"]
@@ -260,10 +263,8 @@ def test_a_tool_that_returns_no_text_or_an_error_is_told(policy, how, read):
     assert results(c)[0].startswith(read)
     assert not c.calls[0].error
     (warning,) = play.warnings
-    assert (
-        "'misbehave' failed or gave no result, a mistake of the model or of the tool, first with the "
-        in warning
-    )
+    assert warning.startswith("warning: of 1 calls of 'misbehave', 0 failed and 1 gave no result")
+    assert "first the result" in warning
     assert repr(results(c)[0])[:200] in warning
 
 
@@ -598,6 +599,16 @@ def test_what_step_may_return(policy):
     of_old, of_messages, _ = play.result.environment_failures
     assert "not enough values to unpack" in of_old
     assert "an observation is a list: expected text" in of_messages
+
+
+def test_a_reward_is_no_text():
+    """Not even that of a number: a reward function is refused for it, too."""
+    assert as_reward(numpy.float32(0.5)) == 0.5
+    assert as_reward(None) is None and as_reward(float("nan")) is None
+    with pytest.raises(TypeError):
+        as_reward("1.0")
+    with pytest.raises(TypeError):
+        _step_result(("seen", "1.0", True, False, {}))
 
 
 def test_prompts_that_resets_make_longer_than_the_context(policy):
