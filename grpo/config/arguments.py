@@ -286,7 +286,7 @@ def config_of_models(
         file = folder / "trainer" / "state.json"
         values = None
         if file.is_file():
-            values = json.loads(file.read_text(encoding="utf-8"))["config"]
+            values = json.loads(file.read_bytes())["config"]
         else:
             file = run / "config.yaml"
             if file.is_file():

@@ -257,7 +257,7 @@ def check_base(adapter: str, base: str) -> None:
     # Only a checkpoint of this trainer records digests of the base model.
     if not state_file.exists():
         return
-    state = json.loads(state_file.read_text(encoding="utf-8"))
+    state = json.loads(state_file.read_bytes())
     name = state["config"]["model"]["name_or_path"]
     digests = model_digests(name, base)
     for file, recorded in state["content"].items():

@@ -82,19 +82,20 @@ class Accumulator:
         # A user's function may return a metric on some ranks only, and the tensors need the same
         # names in the same order.
         names = sorted(set().union(*world.gather_objects(set(self._pairs))))
-        if names:
-            # All pairs are copied to the host as one tensor, since each copy would wait for the
-            # device.
-            nothing = torch.zeros(2, dtype=torch.float64)
-            pairs = [self._pairs.get(name, nothing).to(world.device) for name in names]
-            sums = world.sum(torch.stack(pairs)).cpu()
-            for name, (value, count) in zip(names, sums, strict=True):
-                # The mean of no value is 0 / 0, which is NaN.
-                if name not in self._totals:
-                    value = value / count
-                metrics[name] = value.item()
+        # All pairs are copied to the host as one tensor, since each copy would wait for the
+        # device.
+        nothing = torch.zeros(2, dtype=torch.float64)
+        pairs = [self._pairs.get(name, nothing).to(world.device) for name in names]
+        sums = world.sum(torch.stack(pairs)).cpu()
+        for name, (value, count) in zip(names, sums, strict=True):
+            # The mean of no value is 0 / 0, which is NaN.
+            if name not in self._totals:
+                value = value / count
+            metrics[name] = value.item()
 
         names = sorted(self._maxima)
         values = [self._maxima[name] for name in names]
-        maxima = world.max(torch.tensor(values, dtype=torch.float64))
-        return metrics | dict(zip(names, maxima.tolist(), strict=True))
+        values = torch.tensor(values, dtype=torch.float64)
+        maxima = world.max(values)
+        metrics |= zip(names, maxima.tolist(), strict=True)
+        return metrics

@@ -41,7 +41,7 @@ class HintRule:
 
 
 FILE = Path(__file__).with_name("hints.yaml")
-HINT_RULES = [HintRule(**rule) for rule in yaml.safe_load(FILE.read_text(encoding="utf-8"))]
+HINT_RULES = [HintRule(**rule) for rule in yaml.safe_load(FILE.read_bytes())]
 
 
 class Hints:

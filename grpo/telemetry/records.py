@@ -27,7 +27,7 @@ def append_line(path: Path, line: dict[str, Any]) -> None:
     """Append an object to a file, and wait until it is on disk."""
     text = json.dumps(json_safe(line))
     # Opened for each line, since a person may have moved the file meanwhile.
-    with open(path, "a", encoding="utf-8") as file:
+    with open(path, "a") as file:
         file.write(text + "\n")
     sync(path)
 
@@ -37,8 +37,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     objects = []
     if not path.exists():
         return objects
-    text = path.read_text(encoding="utf-8", errors="replace")
-    for line in text.split("\n"):
+    for line in path.read_bytes().split(b"\n"):
         # A process that was killed may have left half a line.
         with contextlib.suppress(ValueError):
             objects.append(json.loads(line))

@@ -91,11 +91,10 @@ def _text(value: Any) -> str | None:
     """Return a value as text: a string as it is, another value as JSON. None stays None."""
     if value is None:
         return None
-    text = value
     if not isinstance(value, str):
-        text = json.dumps(value, ensure_ascii=False, default=str)
+        value = json.dumps(value, ensure_ascii=False, default=str)
     # Half of a surrogate pair has no UTF-8, which Parquet needs: it becomes a question mark.
-    return text.encode("utf-8", "replace").decode()
+    return value.encode("utf-8", "replace").decode()
 
 
 def _at_sampled_tokens(values_T: Tensor, completion: Completion) -> list[float | None]:

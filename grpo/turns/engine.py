@@ -496,8 +496,8 @@ class TurnsEngine:
             if len(failed + empty) > len(called) / 2:
                 problem = (
                     f"of {len(called)} calls of {name!r}, {len(failed)} failed and {len(empty)} "
-                    "gave no result or the text of an error, a mistake of the model or of the "
-                    f"tool, first {(failed + empty)[0]:.600}"
+                    "gave no result (is a `return` missing?) or the text of an error, a mistake of "
+                    f"the model or of the tool, first {(failed + empty)[0]:.600}"
                 )
             elif lengths:
                 problem = (

@@ -126,7 +126,6 @@ class LoadedEnvironment:
         """Construct an environment, and describe it. This imports transformers."""
         # The factory may be a function, so the class is known only from an environment.
         environment = self._factory()
-        self.slots[0] = environment
         self._to_close.append(environment)
         is_stepped = _is_stepped(environment)
         tools = {}
@@ -141,15 +140,12 @@ class LoadedEnvironment:
                         "a helper begins with _"
                     )
                 tools |= _schema(method, {})
-        has_reward = hasattr(environment, "get_reward")
-        if has_reward and _needed_arguments(environment.get_reward):
-            raise TypeError("get_reward gets no arguments: keep what it needs in reset")
         return Description(
             type(environment).__name__,
             tools,
             functions.source_files(self._spec, self._factory),
             is_stepped,
-            has_reward=is_stepped or has_reward,
+            has_reward=is_stepped or hasattr(environment, "get_reward"),
             needed_columns=_needed_arguments(environment.reset) - {"prompt", "seed"},
             # Classes of Gymnasium have mappings such as `metadata`, which are constants.
             shared_names=[] if is_stepped else _shared_names(environment),
@@ -256,15 +252,22 @@ def set_seed(seed: int) -> None:
 def _shared_names(environment: Any) -> list[str]:
     """Return the names of state that completions share: a list, a mapping or a set in the class of
     an environment, or a connection to a database there, in its module, or of the environment
-    itself, which no ``reset`` has opened yet. An object there may hold the connection."""
+    itself, which no ``reset`` has opened yet. An object there may hold the connection. Also the
+    names of counters and lists that ``__init__`` begins with 0 or empty, and ``reset`` not anew."""
+    reset = inspect.unwrap(environment.reset)
+    in_reset = reset.__code__.co_names
+    # Another method that reset calls may set anything.
+    sets_all = any(callable(getattr(environment, name, None)) for name in in_reset)
     of_class = vars(type(environment))
-    of_module = getattr(environment.reset, "__globals__", {})
     of_environment = getattr(environment, "__dict__", {})
     names = []
-    for name, value in {**of_module, **of_class, **of_environment}.items():
+    for name, value in {**reset.__globals__, **of_class, **of_environment}.items():
         # A list with a name in capitals is a constant.
         is_collection = isinstance(value, list | dict | set)
         is_variable = name in of_class and is_collection and not name.isupper()
+        if name in of_environment and not sets_all and name not in in_reset:
+            # Another number is a setting, such as a limit, and another list is only read.
+            is_variable = (is_collection or isinstance(value, int)) and not value
         parts = [value, *getattr(value, "__dict__", {}).values()]
         has_connection = any(hasattr(type(part), "commit") for part in parts)
         # The file may have other classes of environments.

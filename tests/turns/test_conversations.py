@@ -237,9 +237,9 @@ def test_good_and_bad_calls(policy):
     assert "'ZeroDivisionError: div" in of_python
     assert of_another.startswith("warning: of 7 calls of 'misbehave', 4 failed and 1 gave")
     assert warning.startswith(
-        "warning: of 1 calls of 'calculator', 1 failed and 0 gave no result or the text of an "
-        "error, a mistake of the model or of the tool, first call 'calculator' {'expression': "
-        "'9**9**9'}: ValueError: the power is too large, File "
+        "warning: of 1 calls of 'calculator', 1 failed and 0 gave no result (is a `return` "
+        "missing?) or the text of an error, a mistake of the model or of the tool, first call "
+        "'calculator' {'expression': '9**9**9'}: ValueError: the power is too large, File "
     )
     assert "grpo/turns/builtin.py" in warning
     assert results(several) == ["2", "B", "1"]
@@ -355,9 +355,52 @@ def test_connections_of_a_file_and_of_init_are_told(policy, tmp_path):
     play(policy, [["done"]], f"environment={file}:Shop", "reward.functions=[]")
     (warning,) = play.warnings
     assert (
-        "completions share orders, STORE, of_init of the environment's class, file or __init__"
+        "completions share orders, STORE, of_init, bought of the environment's class, file or "
         in warning
     )
+
+
+STATE_OF_INIT = """
+class Counting:
+    limit = 5
+
+    def __init__(self):
+        self.calls, self.seen, self.is_done = 0, {}, False
+        self.rate, self.words = 2, ["one"]
+
+    def reset(self, **row):
+        self.is_done = False
+
+    def buy(self) -> str:
+        \"\"\"Buy.\"\"\"
+        self.calls += 1
+
+
+class Clean(Counting):
+    def reset(self, **row):
+        self._begin()
+
+    def _begin(self):
+        self.calls, self.seen = 0, {}
+
+
+class CleanToo(Clean):
+    def reset(self, **row):
+        super().reset(**row)
+"""
+
+
+def test_state_that_reset_does_not_begin_anew_is_told(policy, tmp_path):
+    """A number that is not 0 is a setting, a list that is not empty is read only, and what another
+    method sets is not known."""
+    file = tmp_path / "shop.py"
+    file.write_text(STATE_OF_INIT)
+    play(policy, [["done"]], f"environment={file}:Counting", "reward.functions=[]")
+    (warning,) = play.warnings
+    assert warning.startswith("warning: completions share calls, seen of the environment's class")
+    for name in ("Clean", "CleanToo"):
+        play(policy, [["done"]], f"environment={file}:{name}", "reward.functions=[]")
+        assert not play.warnings
 
 
 @pytest.mark.parametrize(
