@@ -35,14 +35,11 @@ With more than 10 degrees of freedom, the last quantile is used, which makes int
 wide.
 """
 CAPTION = (
-    "\nMean over the seeds ± half of its 95% interval. "
-    "The difference is the mean over the seeds of the variant minus the\n"
-    "first variant with the same seed; an interval without 0 tells the two apart, but of two "
-    "seeds, or ± 0, it says\n"
-    "next to nothing. Student's t, n - 1 degrees of freedom; one seed has no interval. "
-    "Evaluations: the last one.\n"
-    f"Other metrics: mean of the last {NUM_LAST_STEPS} steps. "
-    "Where every difference but that of the time is +0, the key had no effect.\n"
+    "\nMean over the seeds ± half of its 95% interval (Student's t, n - 1 degrees of freedom).\n"
+    "The difference is the mean over the seeds of the variant minus the first variant with the\n"
+    "same seed; an interval without 0 tells the two apart, but of two seeds, or ± 0, it says next\n"
+    "to nothing. Where every difference but that of the time is +0, the key had no effect.\n"
+    f"Evaluations: the last one. Other metrics: mean of the last {NUM_LAST_STEPS} steps.\n"
 )
 
 Results = dict[str, dict[int, list[dict[str, Any]]]]

@@ -40,8 +40,9 @@ class HintRule:
     """Names of rules before this one, whose hints explain the metric too."""
 
 
-FILE = Path(__file__).with_name("hints.yaml")
-HINT_RULES = [HintRule(**rule) for rule in yaml.safe_load(FILE.read_bytes())]
+HINT_RULES = [
+    HintRule(**rule) for rule in yaml.safe_load(Path(__file__).with_name("hints.yaml").read_bytes())
+]
 
 
 class Hints:
@@ -63,8 +64,7 @@ class Hints:
         self._steps.append(metrics)
         self._peak_rate = max(self._peak_rate, metrics.get("learning_rate", 0.0))
         # If no completion of a step has a score, that is a mistake and not chance.
-        is_early = len(self._steps) < MIN_STEPS_OF_MEAN
-        if is_early and metrics.get("frac_unscorable") != 1:
+        if len(self._steps) < MIN_STEPS_OF_MEAN and metrics.get("frac_unscorable") != 1:
             return []
         hints = self.verdict()
         new = [hint for name, hint in hints.items() if name not in self.given]

@@ -147,8 +147,11 @@ class LoadedEnvironment:
             is_stepped,
             has_reward=is_stepped or hasattr(environment, "get_reward"),
             needed_columns=_needed_arguments(environment.reset) - {"prompt", "seed"},
-            # Classes of Gymnasium have mappings such as `metadata`, which are constants.
-            shared_names=[] if is_stepped else _shared_names(environment),
+            # Classes of Gymnasium have mappings such as `metadata`, which are constants. A reset
+            # that is no method, such as a partial, has no code to look at.
+            shared_names=_shared_names(environment)
+            if inspect.ismethod(environment.reset) and not is_stepped
+            else [],
         )
 
     def reset(self, slot: int, row: dict[str, Any], seed: int) -> Any:

@@ -361,6 +361,9 @@ def test_connections_of_a_file_and_of_init_are_told(policy, tmp_path):
 
 
 STATE_OF_INIT = """
+import functools
+
+
 class Counting:
     limit = 5
 
@@ -387,18 +390,22 @@ class Clean(Counting):
 class CleanToo(Clean):
     def reset(self, **row):
         super().reset(**row)
+
+
+class NoMethod(Counting):
+    reset = functools.partialmethod(Counting.reset)
 """
 
 
 def test_state_that_reset_does_not_begin_anew_is_told(policy, tmp_path):
     """A number that is not 0 is a setting, a list that is not empty is read only, and what another
-    method sets is not known."""
+    method sets is not known, nor what a partial does."""
     file = tmp_path / "shop.py"
     file.write_text(STATE_OF_INIT)
     play(policy, [["done"]], f"environment={file}:Counting", "reward.functions=[]")
     (warning,) = play.warnings
     assert warning.startswith("warning: completions share calls, seen of the environment's class")
-    for name in ("Clean", "CleanToo"):
+    for name in ("Clean", "CleanToo", "NoMethod"):
         play(policy, [["done"]], f"environment={file}:{name}", "reward.functions=[]")
         assert not play.warnings
 
