@@ -38,7 +38,7 @@ CAPTION = (
     "\nMean over the seeds ± half of its 95% interval (Student's t, n - 1 degrees of freedom).\n"
     "The difference is the mean over the seeds of the variant minus the first variant with the\n"
     "same seed; an interval without 0 tells the two apart, but of two seeds, or ± 0, it says next\n"
-    "to nothing. Where every difference but that of the time is +0, the key had no effect.\n"
+    "to nothing. Where every difference but that of the time is +0, the key changed none of them.\n"
     f"Evaluations: the last one. Other metrics: mean of the last {NUM_LAST_STEPS} steps.\n"
 )
 
