@@ -80,10 +80,10 @@ def save_checkpoint(
     step: int,
     *,
     trained: TrainedTensors,
-    world: World = SINGLE_PROCESS,
+    world: World,
     state: dict[str, Any],
-    keep: int = 2,
-    best_step: int | None = None,
+    keep: int,
+    best_step: int | None,
 ) -> Path:
     """Write ``checkpoint-<step>/``, then delete old checkpoints. The ``keep`` newest checkpoints up
     to this step stay.
@@ -94,9 +94,9 @@ def save_checkpoint(
 
     Args:
         world: ranks that save together (FSDP). An error on one rank is raised on all these ranks.
-            Default: this process saves alone.
+            With ``SINGLE_PROCESS`` this process saves alone.
         state: JSON-serialisable facts of the run (progress, wandb id, resolved config, ...).
-        best_step: step of a checkpoint that is kept whatever its age. Default: no step.
+        best_step: step of a checkpoint that is kept whatever its age. None: no step.
 
     Returns:
         The folder of the checkpoint.

@@ -90,12 +90,12 @@ def main(argv: list[str]) -> None:
 def name_and_value(item: str) -> tuple[str, Any]:
     """Split NAME=VALUE into the name and the value of a column.
 
-    A value that is valid JSON is parsed, any other value is text. The value of ``answer`` is always
-    text.
+    A value that is valid JSON is parsed, any other value is text. The value of ``answer`` is text,
+    or None for ``null``: a row without an answer.
     """
     name, value = item.split("=", 1)
     # Rewards compare answers as text, so 007 and 7.0 must not become numbers.
-    if name != "answer":
+    if name != "answer" or value == "null":
         with contextlib.suppress(ValueError):  # plain text
             return name, json.loads(value)
     return name, value

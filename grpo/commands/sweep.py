@@ -14,8 +14,8 @@ as YAML: a comma inside brackets or quotes belongs to its value.
 OUTPUT/<variant>,seed=<n>/ is the folder of a run, OUTPUT/<variant>,seed=<n>.log its printed output.
 OUTPUT/sweep.md and sweep.csv compare the variants: the mean of each metric over the seeds, and its
 difference to the first variant with the same seeds. The same command continues a sweep that was
-stopped: each run goes on from its newest checkpoint. A run that fails does not stop the others. It
-is named at the end, and the exit status is 1.
+stopped: each run goes on from its newest checkpoint. The warnings of a run are printed when it has
+ended. A run that fails does not stop the others. It is named at the end, and the exit status is 1.
 """
 
 import functools
@@ -100,7 +100,7 @@ def main(argv: list[str]) -> int:
         one_at_a_time=options.one_at_a_time,
     )
 
-    failed_runs = []
+    failures = []
     # All variants are entered before the first run starts. The first variant stays the first, even
     # if its first run fails.
     results = {run.variant: {} for run in runs}
@@ -109,8 +109,14 @@ def main(argv: list[str]) -> int:
             print(f"run {number} of {len(runs)}: {run.log}")
             # A complete run is started, too. It ends at once, or fails if its data or rewards have
             # changed since. Results of a failed run are not in the table.
-            if train(run) != 0:
-                failed_runs.append(run)
+            exit_code = train(run)
+            printed = run.log.read_text(errors="replace")
+            for warning in sorted(set(re.findall("^warning: .*", printed, re.MULTILINE))):
+                print(warning)
+            if exit_code != 0:
+                # A run that was killed has printed none.
+                errors = re.findall("^error: .*", printed, re.MULTILINE)
+                failures.append(f"{run.folder.name} failed: {run.log} {''.join(errors[-1:])}")
                 continue
         if (run.folder / "metrics.jsonl").exists():
             data = read_run(run.folder, max_samples=0)
@@ -121,11 +127,9 @@ def main(argv: list[str]) -> int:
     if num_complete:
         write_results(output, results)
     print(f"{num_complete} of {len(runs)} runs are in the table")
-    for run in failed_runs:
-        # A run that was killed has printed none.
-        errors = re.findall("^error: .*", run.log.read_text(errors="replace"), re.MULTILINE)
-        print(f"error: {run.folder.name} failed: {run.log} {''.join(errors[-1:])}", file=sys.stderr)
-    return 1 if failed_runs else 0
+    for failure in failures:
+        print(f"error: {failure}", file=sys.stderr)
+    return 1 if failures else 0
 
 
 def read_varied(items: Sequence[str]) -> list[list[str]]:

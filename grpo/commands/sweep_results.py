@@ -80,7 +80,8 @@ def compare(results: Results) -> pandas.DataFrame:
             base = numbers
         # Seeds may differ more than variants do, so variants are compared seed by seed. The
         # difference is NaN if one of the two variants lacks the seed or the metric.
-        difference = numbers - base
+        # Rounding errors would look like a difference.
+        difference = (numbers - base).round(12)
         columns = {
             "seeds": numbers.count(axis=1),
             "mean": numbers.mean(axis=1),

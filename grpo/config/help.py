@@ -44,7 +44,7 @@ def keys_of(model: type[BaseModel], prefix: str = "") -> dict[str, FieldInfo]:
     return fields
 
 
-def help_text(model: type[BaseModel], words: Sequence[str] = ()) -> str:
+def help_text(model: type[BaseModel], words: Sequence[str]) -> str:
     """Return the text of ``--help``: the keys that contain one of the words, with type, default and
     meaning. Without words, return the usage and all keys.
 

@@ -138,7 +138,8 @@ def load_rows(
         if num_without_answer == len(rows) and not isinstance(task, Gym):
             raise ValueError(
                 f"no row of {source} has a value in data.answer_column={answer_column} (that fits "
-                f"data.answer_pattern, {config.answer_pattern or 'unset'}); the columns are {names}"
+                f"data.answer_pattern, {config.answer_pattern or 'unset'}); the columns are "
+                f"{names}; data.answer_column=null, where no row has an answer"
             )
     elif config.answer_pattern is not None:
         raise ValueError(

@@ -86,7 +86,7 @@ def start_world(runtime: RuntimeConfig) -> World:
     )
 
 
-def set_cpu_threads(runtime: RuntimeConfig, local_size: int = 1) -> None:
+def set_cpu_threads(runtime: RuntimeConfig, local_size: int) -> None:
     """Set the number of CPU threads of this process: ``runtime.threads_per_rank``, else
     ``OMP_NUM_THREADS``, else the cores of this machine divided by the number of its ranks.
 

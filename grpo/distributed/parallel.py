@@ -91,8 +91,8 @@ def shard(
     weights: dict[str, torch.Tensor],
     world: World,
     *,
-    shard_size: int | None = None,
-    to_host: bool = False,
+    shard_size: int | None,
+    to_host: bool,
 ) -> None:
     """Shard a module in place (FSDP2), and fill it with the ``weights`` of rank 0. All ranks must
     call this function together.
@@ -103,7 +103,7 @@ def shard(
             :func:`reshard` frees the full weights of all other modules.
         weights: state dict of ``root`` on rank 0; empty on the other ranks.
         shard_size: number of neighbouring ranks that hold one copy of the model together. Each
-            group of this size holds a copy (HSDP). Default: all ranks hold one copy.
+            group of this size holds a copy (HSDP). None: all ranks hold one copy.
         to_host: keep weights, gradients and Adam's averages in host memory. A layer is copied to
             the GPU when it computes.
     """

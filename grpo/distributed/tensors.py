@@ -29,7 +29,7 @@ from grpo.distributed.parallel import is_sharded
 
 def full_trained_weights(
     model: nn.Module,
-    unused_by_text: Iterable[nn.Parameter] = (),
+    unused_by_text: Iterable[nn.Parameter],
 ) -> dict[str, torch.Tensor]:
     """Return the state dict of trained parameters, of the frozen parameters ``unused_by_text``, and
     of buffers. A tied weight stays one tensor under several names.

@@ -144,7 +144,7 @@ def check_rows(
     source: str,
     places: list[str],
     *,
-    has_pattern: bool = False,
+    has_pattern: bool,
 ) -> None:
     """Raise ``ValueError`` if a reward cannot read the tests or the reference answer of a row.
 

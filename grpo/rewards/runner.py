@@ -26,7 +26,6 @@ This module does not communicate between ranks: the training loop makes all rank
 failure.
 """
 
-import contextlib
 import itertools
 import logging
 from collections import defaultdict
@@ -172,10 +171,9 @@ class Scoring:
         return Request(call.function, "score", (pickled,))
 
 
-class RewardRunner(contextlib.AbstractContextManager):
-    """The configured reward functions of one rank, loaded in its worker processes.
-
-    :meth:`close` ends the worker processes, and so does the end of a ``with`` statement.
+class RewardRunner:
+    """The configured reward functions of one rank, loaded in its worker processes, which
+    :meth:`close` ends.
 
     Args:
         functions: :class:`RewardSpec` objects, or objects with ``name``, ``weight`` and ``args``.
@@ -217,16 +215,13 @@ class RewardRunner(contextlib.AbstractContextManager):
         self._logged_failures = set()
         """Kinds of failures that have been logged, so that each kind is logged once."""
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def close(self) -> None:
         """Kill the worker processes. A later call of :meth:`score` starts new processes."""
         self._pool.close()
 
     def check(
         self,
-        columns: Collection[str] | None = None,
+        columns: Collection[str],
         source: str = "the rows",
     ) -> None:
         """Load every function, and check that the rows have the columns that it and the reset of
@@ -235,7 +230,7 @@ class RewardRunner(contextlib.AbstractContextManager):
         A run calls this method at its start, so that mistakes show before the first step.
 
         Args:
-            columns: names of the columns of the rows. Default: columns are not checked.
+            columns: names of the columns of the rows.
             source: a name for the rows in messages.
 
         Raises:
@@ -244,8 +239,6 @@ class RewardRunner(contextlib.AbstractContextManager):
         """
         if not self._infos:
             self._infos = [self._load(number) for number in range(len(self.specs))]
-        if columns is None:
-            return
         needs = {}
         tools = self._environments
         if tools and tools.environment:
@@ -335,15 +328,10 @@ class RewardRunner(contextlib.AbstractContextManager):
 
         scoring = Scoring(inputs, trainer_state)
         rows = [row for row in range(num_rows) if is_scored is None or is_scored[row]]
-        try:
-            # Each round calls the functions again for the rows of failed calls, in smaller calls.
-            calls = self._first_calls(rows, scoring) if rows else []
-            while calls:
-                calls = self._run(calls, scoring)
-        except BaseException:
-            # After a Ctrl-C, threads would go on waiting for results that nobody reads.
-            self.close()
-            raise
+        # Each round calls the functions again for the rows of failed calls, in smaller calls.
+        calls = self._first_calls(rows, scoring) if rows else []
+        while calls:
+            calls = self._run(calls, scoring)
 
         result = RewardResult(self.names, num_rows)
         self._record_values(scoring, result)
@@ -429,10 +417,7 @@ class RewardRunner(contextlib.AbstractContextManager):
             requests = [scoring.request(call) for call in calls]
             answers = worker.ask(requests, self.timeout_s)
             if answers[0].is_worker_lost and len(calls) > 1:
-                # Any of the calls may have hung or killed the process. So each function counts as
-                # if it had done that once, and each call is made alone.
-                for function, level in {(call.function, call.level) for call in calls}:
-                    scoring.lost_levels[function].append(level)
+                # Any of the calls may have hung or killed the process, so each is made alone.
                 self._run_jobs([[call] for call in calls], worker, scoring)
                 continue
             for call, answer in zip(calls, answers, strict=True):
@@ -502,7 +487,8 @@ class RewardRunner(contextlib.AbstractContextManager):
             result.first_errors[name] = trace.rstrip().rpartition("\n")[2]
             text = (
                 f"failed on {len(failed_rows)} of {len(result.values)} completions (logged once "
-                f"per run); first for prompt {scoring.inputs['prompts'][row]!r:.200}:\n{trace}"
+                "per run); first for the prompt ending in "
+                f"'{str(scoring.inputs['prompts'][row])[-200:]}':\n{trace}"
             )
             self._warn_once(call, answer, text)
 

@@ -69,21 +69,20 @@ def build_models(
     max_steps: int,
     start: StartPoint,
     needs_reference: bool,
-    reference_path: str | None = None,
+    reference_path: str | None,
 ) -> Models:
     """Load or restore everything that holds weights. All ranks call it together.
 
     Args:
         path: the folder or Hub id that ``model.name_or_path`` stands for.
         needs_reference: True if the loss needs the log-probs of a reference.
-        reference_path: the folder or Hub id that ``model.reference`` stands for. Default: the
+        reference_path: the folder or Hub id that ``model.reference`` stands for. With None the
             reference is the model that training starts from.
 
     Raises:
         ValueError: on all ranks, if a model cannot be loaded, or if policy, reference and
             checkpoint do not fit each other.
     """
-    algorithm = config.algorithm
     is_sharded = config.runtime.parallel == "fsdp" and not world.is_single_process
     # Loading and passes under FSDP have collectives, which must not be inside fail_together().
     fail_together = contextlib.nullcontext if is_sharded else world.fail_together
@@ -116,7 +115,7 @@ def build_models(
         reference = load(reference_path or path)
         reference.model.eval().requires_grad_(False)
         # A reference that moves needs its fp32 weights: bf16 would round small steps away.
-        if not algorithm.ref_sync_steps:
+        if not config.algorithm.ref_sync_steps:
             store_frozen_in_bf16(reference)
         return reference
 
@@ -204,7 +203,6 @@ def _make_adapter(
         path: folder or Hub id of the base model.
         folder: checkpoint whose values the trained adapter gets. None for a new run.
     """
-    algorithm = config.algorithm
     settings = config.lora
     start = config.model.adapter
     base = os.path.abspath(path) if os.path.isdir(path) else path
@@ -227,7 +225,7 @@ def _make_adapter(
     # A new adapter adds 0, so that the model without it can be the reference. A run that starts
     # from an adapter, or moves the reference, needs a frozen copy.
     starts_as_reference = needs_reference and config.model.reference is None
-    if starts_as_reference and (start is not None or algorithm.ref_sync_steps > 0):
+    if starts_as_reference and (start is not None or config.algorithm.ref_sync_steps > 0):
         lora.add_reference_adapter(policy)
     # Read after the frozen copy is made, which keeps the values that training started from.
     if folder is not None:

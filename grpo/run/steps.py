@@ -94,7 +94,6 @@ def evaluate_if_due(run: Run) -> dict[str, float]:
     config = run.config
     world = run.world
     reporter = run.log.reporter
-    problems = run.tasks.eval_problems
     # The limit of a rollout, which the try of the largest step may have lowered.
     sampling = replace(
         eval_sampling(config), tokens_in_flight=run.sampler.sampling.tokens_in_flight
@@ -104,7 +103,7 @@ def evaluate_if_due(run: Run) -> dict[str, float]:
     with world.timed("eval", seconds), run.sampler.current_weights():
         evaluation = evaluate(
             run.sampler.engine,
-            problems,
+            run.tasks.eval_problems,
             grader,
             world,
             sampling,

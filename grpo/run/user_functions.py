@@ -237,10 +237,13 @@ def _try_objective(
 ) -> None:
     """Check the loss and its gradient on rows of 2, 1, 0 and 1 tokens, with ratios above and below
     the bounds, and at 1. In the second row the policy is the old one, and in the fourth nearly so:
-    no trust region of a loss leaves these out. Warn if the sign of the loss seems wrong.
+    no trust region of a loss leaves these out.
 
     In other micro-batches a row has other neighbours and more padding. Loss and gradient must not
     depend on this.
+
+    Warn if a sign seems wrong. The loss with advantages of 0, which occur in every run, is its
+    penalties, such as a KL, and the rest of its gradient is that of the policy.
 
     Raises:
         ValueError: if loss or gradient depend on other rows or on padding, or are not finite, or if
@@ -252,7 +255,11 @@ def _try_objective(
     advantages_B = torch.tensor([1.0, -1.0, 2.0, 0.5])
     mask_BT = old_logprobs_BT < 0
 
-    def loss_of(rows: slice = slice(None), num_padding: int = 0) -> Tensor:
+    def loss_of(
+        rows: slice = slice(None),
+        num_padding: int = 0,
+        advantages_B: Tensor = advantages_B,
+    ) -> Tensor:
         def cut(values_BT: Tensor) -> Tensor:
             return pad(values_BT[rows], (0, num_padding))
 
@@ -288,13 +295,25 @@ def _try_objective(
                 f"the loss of a row or its gradient depends on {others} (or on chance), and so the "
                 "update on how the batch is cut"
             )
+    penalty = loss_of(advantages_B=torch.zeros(4))
+    (penalty_gradient_BT,) = torch.autograd.grad(penalty, logprobs_BT)
+    policy_BT = gradient_BT - penalty_gradient_BT
     # The first row has a positive advantage. Its first token has become more likely than the bounds
     # allow, its second less likely. The second row has a negative advantage.
-    above, below = gradient_BT[0]
-    if not below <= 0 <= gradient_BT[1, 0] or above < below == 0:
+    above, below = policy_BT[0]
+    is_sign_right = below <= 0 <= policy_BT[1, 0] and policy_BT.any()
+    if not is_sign_right or above < below == 0:
         warn(
             "warning: algorithm.objective raises the probability of a token with a negative "
             "advantage, or lowers that of one with a positive advantage and a ratio below 1, or "
-            "leaves that one as it is and raises one above its bounds (max for min?): is its sign "
-            "right, and does it use A_B1?"
+            "leaves that one as it is and raises one above its bounds (max for min?), or gives NaN "
+            "for advantages of 0: is its sign right, and does it use A_B1?"
+        )
+    # A penalty of either policy makes the first token less likely, or the second more likely.
+    above, below = penalty_gradient_BT[0]
+    if penalty and above <= 0 <= below:
+        warn(
+            "warning: where advantages are 0, algorithm.objective is not 0, and its gradient is 0, "
+            "or moves tokens away from the old policy and the reference: is the sign of a penalty "
+            "right, and is it not detached?"
         )

@@ -21,7 +21,7 @@ import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any
 
 from grpo.algorithm.batch import Completion, Group, Problem, ToolCall
@@ -469,12 +469,9 @@ class TurnsEngine:
             for completion in sampled_group.completions:
                 row = len(futures)
                 futures.append(tools.submit(row, conversations[row].end, completion))
-        completions = [future.result() for future in futures]
+        completions = iter([future.result() for future in futures])
         self._warn_of_failures(conversations)
-        return [
-            Group(group[0].problem, tuple(completions[p * G : (p + 1) * G]))
-            for p, group in enumerate(groups)
-        ]
+        return [Group(group.problem, tuple(islice(completions, G))) for group in sampled]
 
     def _warn_of_failures(self, conversations: Sequence[Conversation]) -> None:
         failures = [c.failure for c in conversations if c.failure]

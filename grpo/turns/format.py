@@ -108,7 +108,8 @@ class TurnFormat:
         elif uses_tools:
             return (
                 "note: the chat template does not show the tools, and data.system_prompt and "
-                "data.few_shot lack some of the line `tools`: name all there, or in the rows"
+                "data.few_shot lack some of the line `tools`: name all there, or in the rows (a "
+                "method that is no tool has a name that begins with _)"
                 if schemas
                 else "warning: the model can call nothing, and has one turn: the environment has "
                 "no public method besides reset and get_reward"

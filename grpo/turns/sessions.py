@@ -256,7 +256,8 @@ def _shared_names(environment: Any) -> list[str]:
     """Return the names of state that completions share: a list, a mapping or a set in the class of
     an environment, or a connection to a database there, in its module, or of the environment
     itself, which no ``reset`` has opened yet. An object there may hold the connection. Also the
-    names of counters and lists that ``__init__`` begins with 0 or empty, and ``reset`` not anew."""
+    names of empty lists of the module, and of counters and lists that ``__init__`` begins with 0 or
+    empty, which ``reset`` does not begin anew."""
     reset = inspect.unwrap(environment.reset)
     in_reset = reset.__code__.co_names
     # Another method that reset calls may set anything.
@@ -268,9 +269,10 @@ def _shared_names(environment: Any) -> list[str]:
         # A list with a name in capitals is a constant.
         is_collection = isinstance(value, list | dict | set)
         is_variable = name in of_class and is_collection and not name.isupper()
-        if name in of_environment and not sets_all and name not in in_reset:
+        if name not in in_reset and not sets_all:
             # Another number is a setting, such as a limit, and another list is only read.
-            is_variable = (is_collection or isinstance(value, int)) and not value
+            is_counter = name in of_environment and isinstance(value, int)
+            is_variable |= (is_collection or is_counter) and not value
         parts = [value, *getattr(value, "__dict__", {}).values()]
         has_connection = any(hasattr(type(part), "commit") for part in parts)
         # The file may have other classes of environments.

@@ -48,7 +48,15 @@ def trained(folder, updates: int = 3) -> TrainedTensors:
 
 
 def save(folder, step: int, things: TrainedTensors, keep: int = 2, **state):
-    return checkpoint.save_checkpoint(folder, step, trained=things, state=state, keep=keep)
+    return checkpoint.save_checkpoint(
+        folder,
+        step,
+        trained=things,
+        world=checkpoint.SINGLE_PROCESS,
+        state=state,
+        keep=keep,
+        best_step=None,
+    )
 
 
 def restored(folder) -> TrainedTensors:

@@ -1,5 +1,7 @@
 """What a run that continues must have in common with its checkpoint."""
 
+from contextlib import closing
+
 import pytest
 
 from grpo.checkpoint.resume import _differences, content_digests
@@ -61,7 +63,7 @@ def test_files_and_rows_that_differ_and_a_key_that_is_new():
 def test_a_reference_of_the_models_name_does_not_hide_the_models_files(random_model):
     """Without a KL term, the reference has no path."""
     settings = {"model.name_or_path": str(random_model), "algorithm.beta": 0.0}
-    with RewardRunner([], timeout_s=1) as rewards:
+    with closing(RewardRunner([], timeout_s=1)) as rewards:
         digests = [
             content_digests(make_config(settings | reference), random_model, rewards, None, {}, {})
             for reference in ({}, {"model.reference": str(random_model)})

@@ -7,7 +7,7 @@ import shutil
 import pytest
 from conftest import ROOT, small_run
 
-from grpo.commands.chat import main
+from grpo.commands.chat import main, name_and_value
 from train_grpo import main as train
 
 SAMPLE = ("--prompt", "2+2=", "--samples", "3")
@@ -88,3 +88,11 @@ def test_a_completion_that_nothing_could_score_has_no_reward(tmp_path, random_mo
     config.write_text(f"reward: {{functions: ['{ROOT}/tests/rewards_for_tests.py:unscorable']}}\n")
     shown = chat("--model", random_model, "--config", config, "--prompt", "2+2=", SHORT)[1]
     assert set(re.findall(r", unscorable (\S+)$", shown, re.M)) == {"unscorable", "1"}, shown
+
+
+@pytest.mark.parametrize(
+    ("item", "value"),
+    [("copy=27", 27), ("copy=a=b", "a=b"), ("answer=007", "007"), ("answer=null", None)],
+)
+def test_a_column_is_json_or_text_and_the_answer_text_or_none(item, value):
+    assert name_and_value(item) == (item.partition("=")[0], value)

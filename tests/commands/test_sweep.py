@@ -200,11 +200,13 @@ def test_a_sweep_is_killed_stopped_and_continued(tmp_path, random_model):
     reward = tmp_path / "mine.py"
     reward.write_text(
         "def mine(completions, **columns):\n    return [float(len(text) % 2) for text in completions]\n"
+        "def wrong_sign(ratio_BT, A_B1):\n    return ratio_BT * A_B1\n"
     )
     output = tmp_path / "a sweep"
     settings = (
         f"--config {ARITHMETIC} --vary algorithm.scale=none --vary model.name_or_path=/nix --one-at-a-time "
         f"model.name_or_path={random_model} reward.functions=[{reward}:mine] optim.max_steps=40 data.max_eval_samples=4 "
+        f"algorithm.objective={reward}:wrong_sign "
         "rollout.prompts_per_step=2 rollout.num_generations=2 rollout.max_completion_length=12 checkpoint.save_steps=10 "
         "eval.before_training=false"
     )
@@ -250,6 +252,8 @@ def test_a_sweep_is_killed_stopped_and_continued(tmp_path, random_model):
     finally:
         sweep.kill()
     assert sweep.returncode == 1, printed
+    # Each run is told of once, however often it was started. /nix fails after this warning.
+    assert printed.count("\nwarning: algorithm.objective") == 6
     errors = [line for line in printed.splitlines() if line.startswith("error: ")]
     failed = [f"name_or_path=_nix,seed={seed}" for seed in (0, 1)]
     for name, error in zip(failed, errors, strict=True):

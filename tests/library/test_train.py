@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 
 import datasets
@@ -331,7 +332,7 @@ def test_function_objects_run_in_workers_that_can_be_killed(tmp_path):
     specs = [
         RewardSpec(f"python:{name}", function=function) for name, function in functions.items()
     ]
-    with RewardRunner(specs, timeout_s=0.5) as runner:
+    with closing(RewardRunner(specs, timeout_s=0.5)) as runner:
         result = runner.score(["p"], ["1a"], {})
     assert result.values == [[None, None, 0.25, 1.0]]
     assert result.failures == [1, 1, 0, 0]

@@ -113,7 +113,7 @@ def test_fraction_of_tests_passed(sandboxed):
 
 def test_through_the_runner(sandboxed):
     spec = RewardSpec("python_tests", 1.0, {"total_seconds": 0.5})
-    with RewardRunner([spec], timeout_s=10.0) as runner:
+    with contextlib.closing(RewardRunner([spec], timeout_s=10.0)) as runner:
         runner.check(["tests"])
         hang = "while True: pass"
         right = "def f(): return 1"
@@ -131,8 +131,8 @@ def test_through_the_runner(sandboxed):
     late = pytest.raises(
         ValueError, match=r"total_seconds = 0\.5 must be less than reward\.timeout_s"
     )
-    with late, RewardRunner([spec], timeout_s=0.5) as runner:
-        runner.check()
+    with late, contextlib.closing(RewardRunner([spec], timeout_s=0.5)) as runner:
+        runner.check({})
 
 
 def test_what_programs_need_works(attack):
@@ -555,7 +555,7 @@ def test_any_other_test_is_refused_at_the_start(given):
     with pytest.raises(
         ValueError, match=r"^FILE, line 2, column tests: .* is no test that can be read"
     ) as caught:
-        check_rows([spec], rows, "FILE", ["line 1", "line 2"])
+        check_rows([spec], rows, "FILE", ["line 1", "line 2"], has_pattern=False)
     assert "\n" not in str(caught.value)
 
 

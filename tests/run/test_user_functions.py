@@ -164,14 +164,42 @@ def test_a_loss_with_the_wrong_sign_is_told(tmp_path):
         "def masked(ratio_BT, A_B1):\n"
         "    return -ratio_BT * A_B1 * ((ratio_BT - 1).abs() < 0.1)\n"
         "def reinforce(logprobs_BT, A_B1):\n    return -logprobs_BT * A_B1\n"
+        "def max_and_penalty(ratio_BT, A_B1, bounds):\n"
+        "    return max_for_min(ratio_BT, A_B1, bounds) + 0.1 * ratio_BT.log() ** 2\n"
     )
-    for name in ("wrong_sign", "all_up", "likelihood", "max_for_min"):
+    for name in ("wrong_sign", "all_up", "likelihood", "max_for_min", "max_and_penalty"):
         user = load_user_functions(make_config({"algorithm.objective": f"{file}:{name}"}))
         (warning,) = user.warnings
         assert "is its sign right" in warning
     for name in ("clip", "clip_and_kl", "masked", "reinforce"):
         user = load_user_functions(make_config({"algorithm.objective": f"{file}:{name}"}))
         assert not user.warnings
+
+
+def test_a_penalty_that_moves_away_or_has_no_gradient_is_told(tmp_path):
+    """Of the policy or of the reference, also on one side alone. An entropy bonus, and a likelihood
+    beside the loss, push all tokens one way, and are no penalties."""
+    file = tmp_path / "mine.py"
+    begin = "def {}(logprobs_BT, ratio_BT, A_B1, ref_logprobs_BT):\n"
+    body = "    d_BT = logprobs_BT - ref_logprobs_BT\n    return -ratio_BT * A_B1 + 0.1 * ({})\n"
+    penalties = {
+        "away": "-(d_BT**2)",
+        "away_below": "-(-d_BT).clamp(min=0)",
+        "away_above": "-ratio_BT.clamp(min=1)",
+        "detached": "(d_BT**2).detach()",
+        "square": "d_BT**2",
+        "only_below": "(-d_BT).clamp(min=0)",
+        "k3": "(-d_BT).exp() + d_BT - 1",
+        "entropy": "logprobs_BT",
+        "likelihood_too": "-logprobs_BT",
+        "none": "0 * d_BT",
+    }
+    file.write_text("".join(begin.format(n) + body.format(p) for n, p in penalties.items()))
+    told = []
+    for name in penalties:
+        user = load_user_functions(make_config({"algorithm.objective": f"{file}:{name}"}))
+        told += [name for warning in user.warnings if "is the sign of a penalty" in warning]
+    assert told == ["away", "away_below", "away_above", "detached"]
 
 
 def test_advantages_without_a_file_are_refused():

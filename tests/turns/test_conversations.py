@@ -116,8 +116,10 @@ def play(
     if score or rewards:
         specs = tools.reward_specs(rewards or config.reward.functions)
     try:
-        with RewardRunner(specs, timeout_s=timeout_s, environments=tools) as runner:
-            runner.check()
+        with contextlib.closing(
+            RewardRunner(specs, timeout_s=timeout_s, environments=tools)
+        ) as runner:
+            runner.check(rows.columns[0])
             for _ in range(times):
                 groups = engine.generate(problems, sampling, seed_key=(0, "rollout", 0))
                 if specs:
@@ -339,6 +341,7 @@ def test_connections_of_a_file_and_of_init_are_told(policy, tmp_path):
         "from sqlite3 import Connection\n"
         "orders = sqlite3.connect(':memory:')\n"
         "words = ['one']\n"
+        "SOLD = []\n"
         "class Store:\n"
         "    def __init__(self):\n"
         "        self.c = sqlite3.connect(':memory:')\n"
@@ -355,7 +358,7 @@ def test_connections_of_a_file_and_of_init_are_told(policy, tmp_path):
     play(policy, [["done"]], f"environment={file}:Shop", "reward.functions=[]")
     (warning,) = play.warnings
     assert (
-        "completions share orders, STORE, of_init, bought of the environment's class, file or "
+        "completions share orders, SOLD, STORE, of_init, bought of the environment's class, "
         in warning
     )
 
