@@ -433,7 +433,7 @@ def row_without_gradient(batch: Batch) -> Batch:
     )
 
 
-def microbatch_rows(batch: Batch, max_tokens: int, *, packed: bool = False) -> list[Tensor]:
+def microbatch_rows(batch: Batch, max_tokens: int, *, packed: bool) -> list[Tensor]:
     """Return the row indices of each micro-batch.
 
     Args:

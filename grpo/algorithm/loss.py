@@ -387,7 +387,7 @@ def importance_ratio(
     logprobs_BT: Tensor,
     old_logprobs_BT: Tensor,
     mask_BT: Tensor,
-    importance_level: ImportanceLevel = "token",
+    importance_level: ImportanceLevel,
 ) -> Tensor:
     """Importance ratio ``[B, T]``: the probability of a token now over its old probability.
 
@@ -414,7 +414,7 @@ def surrogate_loss(
     ratio_BT: Tensor,
     A_B1: Tensor,
     bounds: Bounds,
-    delta: float | None = None,
+    delta: float | None,
 ) -> Tensor:
     """Policy term ``[B, T]`` of each token: a loss whose gradient is the policy gradient.
 

@@ -194,7 +194,7 @@ def print_outlook(evaluation: Evaluation) -> None:
     if share < 0.05:
         outlook = (
             "few groups will differ. Examples in the prompt, easier problems or SFT first: "
-            "docs/small_model.md"
+            "docs/small_model.md (if completions in the JSON file look right, mend the reward)"
         )
         if metrics[f"eval/mean@{num_samples}"] > 0.95:
             outlook = (

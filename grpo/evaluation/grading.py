@@ -117,7 +117,7 @@ def correctness_note(config: EvalConfig, names: Sequence[str]) -> str | None:
     return (
         "note: no reward is known to check answers, so evaluations count a completion as correct "
         f"if {names[0]} > {config.correct_above:g}; eval.correct_above=NUMBER sets another bar, "
-        f"eval.correctness another reward, of {', '.join(names)}"
+        f"eval.correctness another reward, of {', '.join(names)} (set, it ends this note)"
     )
 
 

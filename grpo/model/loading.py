@@ -93,7 +93,7 @@ def check_context(
     max_length: int,
     *,
     key: str = "rollout.max_completion_length",
-    trust_remote_code: bool = False,
+    trust_remote_code: bool,
 ) -> None:
     """Raise a ValueError if the longest prompt and a completion of ``max_length`` tokens together
     exceed the model's context.
@@ -147,7 +147,7 @@ def check_reference(
     problems: Sequence[Problem],
     max_length: int,
     *,
-    trust_remote_code: bool = False,
+    trust_remote_code: bool,
 ) -> None:
     """Raise a ValueError unless the model at ``path`` can be the reference.
 
@@ -317,7 +317,7 @@ def write_merged(
     adapter: str | Path,
     output: str | Path,
     *,
-    trust_remote_code: bool = False,
+    trust_remote_code: bool,
 ) -> None:
     """Merge an adapter into its base model in fp32, and write the merged model and its tokenizer to
     the folder ``output``.

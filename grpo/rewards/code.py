@@ -122,7 +122,7 @@ def _comparable_lines(text: str) -> list[str]:
     return [line.rstrip(" \t\r") for line in text.rstrip(" \t\r\n").split("\n")]
 
 
-def extract_code(text: str, tag: str | None = None) -> str | None:
+def extract_code(text: str, tag: str | None) -> str | None:
     """Return the last fenced block after the thinking or, without a block, all of that text.
 
     With ``tag``, the text inside ``<tag>...</tag>`` is read instead, and the tag must occur exactly
@@ -194,7 +194,7 @@ def _check_reference(value: object) -> None:
     reference_texts(value)
 
 
-def read_tests(raw: object, entry_point: str | None = None) -> list[dict]:
+def read_tests(raw: object, entry_point: str | None) -> list[dict]:
     """Read the tests of a row. ``docs/rewards.md`` lists the forms in which datasets publish them.
 
     Each test is returned in one of three forms:

@@ -39,8 +39,8 @@ class Reporter:
         is_main: bool,
         first_step: int,
         max_steps: int,
-        newest_line: dict[str, Any] | None = None,
-        wandb_run_id: str | None = None,
+        newest_line: dict[str, Any] | None,
+        wandb_run_id: str | None,
     ):
         self.is_main = is_main
         self.max_steps = max_steps

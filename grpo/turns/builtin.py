@@ -72,10 +72,7 @@ def python(code: str) -> str:
     if result.status == "passed":
         return result.output or "(the program printed nothing)"
     # The reason comes first, since `rollout.max_tool_tokens` cuts a long result at its end.
-    reason = "was ended, or failed"
-    if result.status == "output":
-        reason = "printed too much, and was ended"
-    return f"(the program {reason})\n{result.output}"
+    return f"(the program failed, or took too long or printed too much)\n{result.output}"
 
 
 TOOLS = {"calculator": calculator, "python": python}

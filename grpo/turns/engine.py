@@ -489,8 +489,8 @@ class TurnsEngine:
             empty = [call.report for call in called if call.report and not call.error]
             lengths = [len(m["content"]) for m in unread if m.get("name") == name]
             problem = ""
-            # A model makes mistakes, but not in most of its calls.
-            if len(failed + empty) > len(called) / 2:
+            # A model makes mistakes, but not in most of its calls, if these are more than a few.
+            if len(failed + empty) > len(called) / 2 and (empty or len(failed) > 3):
                 problem = (
                     f"of {len(called)} calls of {name!r}, {len(failed)} failed and {len(empty)} "
                     "gave no result (is a `return` missing?) or the text of an error, a mistake of "

@@ -45,7 +45,7 @@ class TurnFormat:
         tokenizer: PreTrainedTokenizerBase,
         eos_ids: Sequence[int],
         tools_format: str,
-        template_kwargs: Mapping[str, Any] | None = None,
+        template_kwargs: Mapping[str, Any],
     ):
         self.tokenizer = tokenizer
         self.eos_ids = list(eos_ids)

@@ -257,11 +257,15 @@ def _shared_names(environment: Any) -> list[str]:
     an environment, or a connection to a database there, in its module, or of the environment
     itself, which no ``reset`` has opened yet. An object there may hold the connection. Also the
     names of empty lists of the module, and of counters and lists that ``__init__`` begins with 0 or
-    empty, which ``reset`` does not begin anew."""
+    empty, which neither ``reset`` nor a method that it calls begins anew."""
     reset = inspect.unwrap(environment.reset)
-    in_reset = reset.__code__.co_names
-    # Another method that reset calls may set anything.
-    sets_all = any(callable(getattr(environment, name, None)) for name in in_reset)
+    # What reset names, and what the methods name that it calls: the list grows in the loop.
+    in_reset = ["reset"]
+    for name in in_reset:
+        for base in type(environment).__mro__:
+            method = inspect.unwrap(vars(base).get(name))
+            if inspect.isfunction(method):
+                in_reset += set(method.__code__.co_names) - set(in_reset)
     of_class = vars(type(environment))
     of_environment = getattr(environment, "__dict__", {})
     names = []
@@ -269,7 +273,7 @@ def _shared_names(environment: Any) -> list[str]:
         # A list with a name in capitals is a constant.
         is_collection = isinstance(value, list | dict | set)
         is_variable = name in of_class and is_collection and not name.isupper()
-        if name not in in_reset and not sets_all:
+        if name not in in_reset:
             # Another number is a setting, such as a limit, and another list is only read.
             is_counter = name in of_environment and isinstance(value, int)
             is_variable |= (is_collection or is_counter) and not value

@@ -58,14 +58,14 @@ class VLLMEngine:
         *,
         world: World,
         weights_folder: str,
-        root: nn.Module | None = None,
-        probe_ids: Sequence[int] = (),
+        root: nn.Module,
+        probe_ids: Sequence[int],
     ):
         """Connect to the servers. All ranks make this call together, with the same servers.
 
         Args:
             weights_folder: value of ``rollout.weights_folder``, a folder that the servers can read.
-            root: the module that holds the policy's model. Default: the model.
+            root: the module that holds the policy's model.
             probe_ids: token ids of a prompt, for :class:`grpo.vllm.weights.Probe`.
 
         Raises:
@@ -77,7 +77,7 @@ class VLLMEngine:
         self.on_close: Callable[[], None] = lambda: None
         """Function that :meth:`close` calls. It ends the server that was started for this engine,
         if there is one."""
-        self.probe = Probe(policy, root or policy.model, probe_ids)
+        self.probe = Probe(policy, root, probe_ids)
         self.version: str | None = None
         """Name of the weights in the servers; None outside :meth:`weights`. Each load has a new
         name."""

@@ -84,7 +84,7 @@ class SandboxResult:
 def run_python(
     code: str,
     tests: Sequence[dict[str, str]],
-    limits: Limits = Limits(),
+    limits: Limits,
     *,
     allow_unsandboxed: bool = False,
 ) -> list[SandboxResult]:

@@ -158,7 +158,7 @@ def test_microbatch_rows_by_hand():
         (10, [[2, 0], [3], [1]]),  # 2 rows x 5 = 10; then 2 x 6 = 12 would be too many
         (4, [[2], [0], [3], [1]]),  # longer than the budget: alone
     ):
-        assert [rows.tolist() for rows in microbatch_rows(batch, tokens)] == expected
+        assert [rows.tolist() for rows in microbatch_rows(batch, tokens, packed=False)] == expected
 
 
 def test_many_short_completions_of_a_long_prompt_are_divided():

@@ -110,7 +110,7 @@ def test_scoring_equals_the_forward_pass_of_peft_and_of_the_merged_model(
         for name, tensor in adapter_parameters(again.model).items()
     )
 
-    write_merged(folder, merged)
+    write_merged(folder, merged, trust_remote_code=False)
     whole = AutoModelForCausalLM.from_pretrained(merged)
     with torch.no_grad():
         torch.testing.assert_close(found, expected_logprobs(theirs, groups), atol=1e-5, rtol=1e-5)
@@ -291,7 +291,7 @@ def test_an_adapter_that_is_more_or_less_than_a_sum_is_refused(
     with pytest.raises(ValueError, match=message):
         read_adapter(load(random_model), str(folder), base="")
     with pytest.raises(ValueError, match=message):
-        write_merged(folder, tmp_path / "merged")
+        write_merged(folder, tmp_path / "merged", trust_remote_code=False)
 
 
 def test_a_name_that_no_layer_has_is_refused(random_model):

@@ -93,11 +93,11 @@ def test_longrope_is_refused_from_where_one_row_changes_the_others(tmp_path):
     assert Policy(model, None, (2,), 0, torch.device("cpu"), "fp32").context_length == 64
     model.config.save_pretrained(tmp_path)
     problems = [Problem(0, "", tuple(range(40))), Problem(1, "", (1, 2))]
-    check_context(str(tmp_path), problems, 24)
+    check_context(str(tmp_path), problems, 24, trust_remote_code=False)
     with pytest.raises(
         ValueError, match=r"max_completion_length=25 .* 40 tokens exceed the context of 64 tokens"
     ):
-        check_context(str(tmp_path), problems, 25)
+        check_context(str(tmp_path), problems, 25, trust_remote_code=False)
 
 
 def test_end_tokens_are_the_union(policy):

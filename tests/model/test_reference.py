@@ -57,7 +57,7 @@ def test_a_reference_with_another_vocabulary_is_refused(random_model):
     tokenizer = load_tokenizer(str(random_model))
     tokenizer.add_tokens(["another"])
     with pytest.raises(ValueError, match=r"model\.reference=.* has another vocabulary"):
-        check_reference(str(random_model), tokenizer, [], 1)
+        check_reference(str(random_model), tokenizer, [], 1, trust_remote_code=False)
 
 
 @pytest.mark.slow

@@ -48,7 +48,7 @@ def sandboxed():
     """Skip where the machine has no sandbox to attack; whether it then refuses is tested below, on
     every machine."""
     try:
-        run_python("", [{"code": ""}])
+        run_python("", [{"code": ""}], LIMITS)
     except SandboxUnavailable as reason:
         pytest.skip(str(reason))
 
@@ -310,7 +310,7 @@ for program in programs:
 MOUNTS = """
 import os, sys
 from grpo.workers import sandbox_linux as linux
-from grpo.workers.sandbox import run_python
+from grpo.workers.sandbox import Limits, run_python
 linux.unshare(linux.CLONE_NEWNS)
 linux.mount("none", "/", flags=linux.MS_REC | linux.MS_PRIVATE)
 
@@ -321,7 +321,8 @@ def mount_two(folder):
     attack = "try: open(path + '/new', 'w'); print('wrote')\\n except OSError as e: print(e.errno)"
     return f"for path in ({folder!r}, {folder + '/below'!r}):\\n {attack}"
 
-print(run_python(mount_two(os.path.dirname(os.__file__) + "/curses"), [{"input": ""}])[0].output)
+attack = mount_two(os.path.dirname(os.__file__) + "/curses")
+print(run_python(attack, [{"input": ""}], Limits())[0].output)
 """
 
 
@@ -496,8 +497,8 @@ def test_a_missing_layer_is_an_error_unless_allow_unsandboxed(tmp_path, monkeypa
         SandboxUnavailable,
         match=r"cannot give the sandbox .*a moat .*; .*allow_unsandboxed: true",
     ):
-        run_python("x = 1", [{"code": "assert x == 1"}])
-    (result,) = run_python("x = 1", [{"code": "assert x == 1"}], allow_unsandboxed=True)
+        run_python("x = 1", [{"code": "assert x == 1"}], LIMITS)
+    (result,) = run_python("x = 1", [{"code": "assert x == 1"}], LIMITS, allow_unsandboxed=True)
     assert result.status == "passed"
 
 
@@ -528,9 +529,9 @@ LIVE_CODE_BENCH = {
     ],
 )  # fmt: skip
 def test_tests_are_read_in_the_forms_in_which_they_are_published(given, tests):
-    assert read_tests(given) == tests
+    assert read_tests(given, None) == tests
     if not isinstance(given, str | None):
-        assert read_tests(json.dumps(given)) == tests
+        assert read_tests(json.dumps(given), None) == tests
 
 
 def test_humaneval_leaves_the_call_of_check_to_us():
@@ -599,4 +600,4 @@ def test_programs_are_judged_by_what_they_print(sandboxed):
     ],
 )
 def test_extract_code(text, code):
-    assert extract_code(text) == code
+    assert extract_code(text, None) == code

@@ -35,7 +35,14 @@ def event_files(output):
 
 def reporter(folder, first_step=0, **logging):
     config = Config(output_dir=str(folder), logging=logging)
-    return Reporter(config, is_main=True, first_step=first_step, max_steps=9)
+    return Reporter(
+        config,
+        is_main=True,
+        first_step=first_step,
+        max_steps=9,
+        newest_line=None,
+        wandb_run_id=None,
+    )
 
 
 def report_over_an_interruption(folder, **logging):

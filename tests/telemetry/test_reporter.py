@@ -11,7 +11,14 @@ NAN = float("nan")
 
 def reporter(folder, *, every=100, is_main=True, first_step=0):
     config = Config(output_dir=str(folder), logging={"every": every})
-    return Reporter(config, is_main=is_main, first_step=first_step, max_steps=9)
+    return Reporter(
+        config,
+        is_main=is_main,
+        first_step=first_step,
+        max_steps=9,
+        newest_line=None,
+        wandb_run_id=None,
+    )
 
 
 def steps_in(path):

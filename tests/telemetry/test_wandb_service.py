@@ -16,7 +16,7 @@ from grpo.config import Config
 from grpo.telemetry.reporter import Reporter
 first, last, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 config = Config(output_dir=folder, logging={"wandb": "online"})
-reporter = Reporter(config, is_main=True, first_step=first, max_steps=last, wandb_run_id="abcd1234")
+reporter = Reporter(config, is_main=True, first_step=first, max_steps=last, newest_line=None, wandb_run_id="abcd1234")
 for step in range(first + 1, last + 1):
     reporter.step({"step": step, "reward": step / 10})
 reporter.close()

@@ -196,7 +196,7 @@ CALLS = [  # call, result that the model reads, is it a failure
     ('<tool_call>{"name": "lookup", "arg</tool_call>', "the arguments are not JSON", True),
     ("<later>abc</later>", "ABC", False),
     ("<python>1/0</python>", "ZeroDivisionError: division by zero\n", False),
-    ("<calculator>9**9**9</calculator>", "{'error': 'the power is too large'}", True),
+    *[("<calculator>9**9**9</calculator>", "{'error': 'the power is too large'}", True)] * 4,
     (
         "<misbehave>hang</misbehave>",
         "{'error': 'no result within 2 seconds, or the tool has died'}",
@@ -239,11 +239,13 @@ def test_good_and_bad_calls(policy):
     assert "'ZeroDivisionError: div" in of_python
     assert of_another.startswith("warning: of 7 calls of 'misbehave', 4 failed and 1 gave")
     assert warning.startswith(
-        "warning: of 1 calls of 'calculator', 1 failed and 0 gave no result (is a `return` "
+        "warning: of 4 calls of 'calculator', 4 failed and 0 gave no result (is a `return` "
         "missing?) or the text of an error, a mistake of the model or of the tool, first call "
         "'calculator' {'expression': '9**9**9'}: ValueError: the power is too large, File "
     )
     assert "grpo/turns/builtin.py" in warning
+    play(policy, [["<calculator>9**9**9</calculator>", "done"]] * 3, ALL_TOOLS)
+    assert not play.warnings, "three mistakes are the model's"
     assert results(several) == ["2", "B", "1"]
     answers = "".join(f"\n<|im_start|>tool\n{result}<|im_end|>" for result in "2B1")
     assert masked_text(policy, several) == answers + "\n<|im_start|>assistant\n"
@@ -390,6 +392,19 @@ class Clean(Counting):
         self.calls, self.seen = 0, {}
 
 
+class Reading(Counting):
+    def reset(self, **row):
+        self.is_done = self._rows() == 0
+
+    def _rows(self):
+        return self.rate
+
+
+class Again(Counting):
+    def reset(self, **row):
+        self.__init__()
+
+
 class CleanToo(Clean):
     def reset(self, **row):
         super().reset(**row)
@@ -401,14 +416,15 @@ class NoMethod(Counting):
 
 
 def test_state_that_reset_does_not_begin_anew_is_told(policy, tmp_path):
-    """A number that is not 0 is a setting, a list that is not empty is read only, and what another
-    method sets is not known, nor what a partial does."""
+    """Nor a method that it calls. A number that is not 0 is a setting, a list that is not empty is
+    read only, and what a partial does is not known."""
     file = tmp_path / "shop.py"
     file.write_text(STATE_OF_INIT)
-    play(policy, [["done"]], f"environment={file}:Counting", "reward.functions=[]")
-    (warning,) = play.warnings
-    assert warning.startswith("warning: completions share calls, seen of the environment's class")
-    for name in ("Clean", "CleanToo", "NoMethod"):
+    for name in ("Counting", "Reading"):
+        play(policy, [["done"]], f"environment={file}:{name}", "reward.functions=[]")
+        (warning,) = play.warnings
+        assert warning.startswith("warning: completions share calls, seen of the environment's")
+    for name in ("Clean", "CleanToo", "Again", "NoMethod"):
         play(policy, [["done"]], f"environment={file}:{name}", "reward.functions=[]")
         assert not play.warnings
 
@@ -426,12 +442,12 @@ def test_state_that_reset_does_not_begin_anew_is_told(policy, tmp_path):
         (
             python,
             "print(1); import os; os.kill(os.getpid(), 9)",
-            "(the program was ended, or failed)\n1\n",
+            "(the program failed, or took too long or printed too much)\n1\n",
         ),
         (
             python,
             "print('a' * 2**21)",
-            "(the program printed too much, and was ended)\n" + "a" * 2**20,
+            "(the program failed, or took too long or printed too much)\n" + "a" * 2**20,
         ),
     ],
 )

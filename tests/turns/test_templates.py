@@ -79,7 +79,7 @@ def form_of(template, end, tools_format="tags"):
     tokenizer = build_tokenizer()
     tokenizer.add_tokens([AddedToken(end, special=True)], special_tokens=True)
     tokenizer.chat_template = template
-    return TurnFormat(tokenizer, [tokenizer.convert_tokens_to_ids(end)], tools_format)
+    return TurnFormat(tokenizer, [tokenizer.convert_tokens_to_ids(end)], tools_format, {})
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -114,7 +114,7 @@ def test_a_turn_that_a_stop_string_ended_gets_the_token_with_which_the_template_
     for the terminal."""
     tokenizer = form_of(CHATML, "<|im_end|>").tokenizer
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    form = TurnFormat(tokenizer, [tokenizer.pad_token_id, end], "tags")
+    form = TurnFormat(tokenizer, [tokenizer.pad_token_id, end], "tags", {})
     messages = [{"role": "tool", "name": "f", "content": "7"}]
     suffix = form.answer(messages, end, room=99)
     assert form.answer(messages, 9, room=99) == [end, *suffix]

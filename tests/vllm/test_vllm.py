@@ -74,7 +74,7 @@ def build(servers, tmp_path):
         options = dict(weights_folder=str(tmp_path / "weights"), probe_ids=range(100, 140))
         server = Server(servers[name].address, 300.0)
         server.explain = servers[name].started.explain
-        engine = VLLMEngine(policy, [server], world=world, **options)
+        engine = VLLMEngine(policy, [server], world=world, root=policy.model, **options)
         engines.append(engine)
         return engine
 

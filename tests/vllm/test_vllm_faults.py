@@ -39,11 +39,13 @@ def build(random_model, tmp_path):
     world = start_world(RuntimeConfig(device="cpu"))
 
     def make(*servers) -> VLLMEngine:
+        policy = load(random_model)
         engine = VLLMEngine(
-            load(random_model),
+            policy,
             [Server(server.address, 20.0) for server in servers],
             world=world,
             weights_folder=str(tmp_path / "weights"),
+            root=policy.model,
             probe_ids=range(3, 15),
         )
         engines.append(engine)
