@@ -222,8 +222,8 @@ def variant_names(variants: Sequence[Sequence[str]]) -> list[str]:
     for changes in variants:
         # Secrets are masked, because the names are printed and shown by a dashboard.
         text = ",".join(map(mask_secrets, changes)) or "base"
-        # The folder of a function's file would fill the row: mine/loss.py:f is loss.py:f.
-        text = re.sub(r"[\w./-]+/(?=\w+\.py:)", "", text)
+        # The file of a function would fill the row: mine/loss.py:f is f.
+        text = re.sub(r"[\w./-]+\.py:", "", text)
         # Sections are left out, also as mappings: `algorithm={beta: 0}`.
         without_sections = re.sub(r"(?<![\w.])[\w.]+\.(?=\w+=)|\w+[=:] *\{", "", text)
         name = re.sub(r"[^\w.,=+-]+", "_", without_sections, flags=re.ASCII)[:100].strip("_")

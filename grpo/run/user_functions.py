@@ -79,8 +79,9 @@ def try_advantages(
     columns: Mapping[str, Any],
     names: Sequence[str],
 ) -> None:
-    """Call the user's advantages on three groups, as they occur in every run: one of the rewards 1,
-    0, 0 and so on, one of rewards 1 and one of rewards 0. Within the last two, lengths are equal.
+    """Call the user's advantages on three groups, as they occur in every run: one of rewards 1 in
+    its first half and 0 in the other, one of rewards 1 and one of rewards 0. Equal rewards have
+    equal lengths.
 
     Args:
         columns: the columns of a row.
@@ -95,7 +96,7 @@ def try_advantages(
     G = max(config.rollout.num_generations, 2)
     F = len(names)
     # Each function has another number of ones.
-    mixed_GF = torch.arange(G)[:, None] <= torch.arange(F)
+    mixed_GF = torch.arange(G)[:, None] < G // 2 + torch.arange(F)
     values_PGF = torch.stack([mixed_GF.float(), torch.ones(G, F), torch.zeros(G, F)])
     rewards_PG = values_PGF[..., 0]
     lengths_PG = rewards_PG.long() + 1
@@ -114,12 +115,14 @@ def try_advantages(
                 "it draws or remembers is in no checkpoint, and may differ between ranks"
             )
         mixed_G, ones_G, _ = advantages_PG
-        if ones_G.std() > 1e-4:
+        tied_G = mixed_G[: G // 2]
+        if ones_G.std() > 1e-4 or abs(tied_G[0] - tied_G[-1]) > 1e-4:
             warn(
                 "warning: algorithm.advantages tells completions of a group apart that have "
                 "equal rewards and lengths: does it mix problems (axis 0), or rank ties?"
             )
-        # In the first group each function gives 1 to the first completion, 0 to the last.
+        # In the first group each function gives 1 to the first completion. It gives 0 to the last,
+        # unless there are many functions.
         if mixed_G.any() and mixed_G[0] <= mixed_G[-1]:
             warn(
                 "warning: algorithm.advantages gives a completion to which each reward "
@@ -144,17 +147,12 @@ def own_advantages(
     """
     world = run.world
     function = run.learner.user_advantages
-    # A column may be large: only those that the function names are gathered.
-    names = named_arguments(function)
     lengths = []
-    columns_of_rank = []
     for group in groups:
         lengths.append([len(completion.sampled_ids) for completion in group.completions])
-        columns = group.problem.columns
-        columns_of_rank.append({name: columns[name] for name in names & columns.keys()})
     lengths_PG = world.gather_rows(torch.tensor(lengths))
     # All ranks have the same number of groups. Global row i is on rank i % size.
-    rank_columns = world.gather_objects(columns_of_rank)
+    rank_columns = world.gather_objects([group.problem.columns for group in groups])
     columns = [row for rows in zip(*rank_columns, strict=True) for row in rows]
 
     by_name = _named(

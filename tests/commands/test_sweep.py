@@ -49,12 +49,10 @@ def test_names_are_short_readable_unique_and_hold_no_secret():
     ]
     assert names[4] == "system_prompt=a_b-4" and len(names[5]) == 100
     assert names[6].startswith("functions=_") and "sk-1" not in names[6]
-    assert variant_names([["algorithm.objective=mine/loss.py:leash"]]) == [
-        "objective=loss.py_leash"
-    ]
+    assert variant_names([["algorithm.objective=mine/loss.py:leash"]]) == ["objective=leash"]
     assert variant_names([["algorithm.own_args.objective.radius=0.1"]]) == ["radius=0.1"]
     section = "algorithm={objective: mine/loss.py:leash, own_args: {objective: {radius: 0.1}}}"
-    assert variant_names([[section]]) == ["objective_loss.py_leash,_radius_0.1"]
+    assert variant_names([[section]]) == ["objective_leash,_radius_0.1"]
 
 
 def test_variants_are_all_combinations_or_each_value_alone(tmp_path):

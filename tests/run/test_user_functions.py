@@ -369,6 +369,11 @@ def test_advantages_are_tried_on_columns_of_the_rows(tmp_path):
         "    return rewards_PG - rewards_PG.mean(dim=0)\n"
         "def rank_of_ties(rewards_PG):\n"
         "    return rewards_PG.flip(1).argsort(dim=1, stable=True).argsort(dim=1).flip(1).float()\n"
+        "def trimmed(rewards_PG):\n"
+        "    rank_PG = rewards_PG.argsort(dim=1, stable=True).argsort(dim=1)\n"
+        "    is_kept_PG = (rank_PG >= 1) & (rank_PG < rewards_PG.shape[1] - 1)\n"
+        "    kept_PG = rewards_PG.masked_fill(~is_kept_PG, torch.nan)\n"
+        "    return (kept_PG - kept_PG.nanmean(dim=1, keepdim=True)).nan_to_num(0)\n"
         "def all_zeros(rewards_PG):\n"
         "    return torch.zeros_like(rewards_PG)\n"
         "def by_chance(rewards_PG):\n"
@@ -406,7 +411,7 @@ def test_advantages_are_tried_on_columns_of_the_rows(tmp_path):
     user = load_user_functions(config)
     try_advantages(config, user, {"solution": 1}, ["accuracy"])
     assert not user.warnings
-    for name in ("over_problems", "rank_of_ties"):
+    for name in ("over_problems", "rank_of_ties", "trimmed"):
         (warning,) = try_function(name)
         assert "completions of a group apart that have equal rewards and lengths" in warning
     # As a filter of the groups may.

@@ -27,6 +27,7 @@ def given(metric: str, values: list) -> list[tuple[int, str]]:
         ("kl", [0.01] * 10 + [0.8] * 40, 17, "0.56 nats per token"),  # (3 * 0.01 + 7 * 0.8) / 10
         ("kl", [0.0001] * 30, 10, "try optim.learning_rate=1e-05"),
         ("grad_norm", [0.5] * 3 + [0.0] * 20, 13, "the gradient is 0"),
+        ("grad_norm", [0.5] * 3 + [400.0] * 20, 4, "the gradient is 100,"),
         ("entropy", [1.0] * 30 + [0.01] * 30, 40, "entropy is 0.010"),
         ("frac_reward_zero_std", [0.3] * 10 + [0.99] * 20, 18, "85% of the groups"),
         ("reward_std", [0.0] * 30, 3, "all completions have the same reward"),
