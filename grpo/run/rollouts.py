@@ -181,5 +181,6 @@ def add_outcome(
             raise UserError(
                 f"reward {name!r} failed on all {count} completions that it got in this step: "
                 f"{result.first_errors.get(name, 'on another rank')} "
-                "(docs/rewards.md; completions are texts, or messages where prompts are chats)"
+                "(docs/rewards.md; completions are texts, or messages where prompts are chats; a "
+                "function gets `environments` if it names it)"
             )
