@@ -15,7 +15,7 @@ OUTPUT/<variant>,seed=<n>/ is the folder of a run, OUTPUT/<variant>,seed=<n>.log
 OUTPUT/sweep.md and sweep.csv compare the variants: the mean of each metric over the seeds, and its
 difference to the first variant with the same seeds. The same command continues a sweep that was
 stopped: each run goes on from its newest checkpoint. The warnings of a run are printed when it has
-ended. A run that fails does not stop the others. It is named at the end, and the exit status is 1.
+ended, unless an earlier run had the same. A run that fails does not stop the others. It is named at the end, and the exit status is 1.
 """
 
 import functools
@@ -100,6 +100,7 @@ def main(argv: list[str]) -> int:
         one_at_a_time=options.one_at_a_time,
     )
 
+    told = set()
     failures = []
     # All variants are entered before the first run starts. The first variant stays the first, even
     # if its first run fails.
@@ -111,8 +112,10 @@ def main(argv: list[str]) -> int:
             # changed since. Results of a failed run are not in the table.
             exit_code = train(run)
             printed = run.log.read_text(errors="replace")
-            for warning in sorted(set(re.findall("^warning: .*", printed, re.MULTILINE))):
-                print(warning)
+            for warning in re.findall("^warning: .*", printed, re.MULTILINE):
+                if warning not in told:
+                    print(warning)
+                told.add(warning)
             if exit_code != 0:
                 # A run that was killed has printed none.
                 errors = re.findall("^error: .*", printed, re.MULTILINE)
