@@ -11,11 +11,12 @@ configuration as it is (`base`) and each value alone. Every variant runs with ev
 after the other. The settings of all runs are checked before the first run starts. Values are read
 as YAML: a comma inside brackets or quotes belongs to its value.
 
-OUTPUT/<variant>,seed=<n>/ is the folder of a run, OUTPUT/<variant>,seed=<n>.log its printed output.
-OUTPUT/sweep.md and sweep.csv compare the variants: the mean of each metric over the seeds, and its
-difference to the first variant with the same seeds. The same command continues a sweep that was
-stopped: each run goes on from its newest checkpoint. The warnings of a run are printed when it has
-ended, unless an earlier run had the same. A run that fails does not stop the others. It is named at the end, and the exit status is 1.
+OUTPUT/<variant>,seed=<n>/ is the folder of a run, OUTPUT/<variant>,seed=<n>.log its printed
+output. OUTPUT/sweep.md and sweep.csv compare the variants: the mean of each metric over the
+seeds, and its difference to the first variant with the same seeds. The same command continues a
+sweep that was stopped: each run goes on from its newest checkpoint. The warnings of a run are
+printed when it has ended, unless an earlier run had the same. A run that fails does not stop
+the others. It is named at the end, and the exit status is 1.
 """
 
 import functools
