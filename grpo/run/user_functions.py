@@ -79,9 +79,9 @@ def try_advantages(
     columns: Mapping[str, Any],
     names: Sequence[str],
 ) -> None:
-    """Call the user's advantages on three groups, as they occur in every run: one of rewards 1 in
-    its first half and 0 in the other, one of rewards 1 and one of rewards 0. Equal rewards have
-    equal lengths.
+    """Call the user's advantages on three groups, as any run may have them: one of rewards 1 in
+    its first half and 0 in the other, one of rewards 1, and one of rewards 0 and a None. Equal
+    rewards have equal lengths.
 
     Args:
         columns: the columns of a row.
@@ -100,6 +100,8 @@ def try_advantages(
     values_PGF = torch.stack([mixed_GF.float(), torch.ones(G, F), torch.zeros(G, F)])
     rewards_PG = values_PGF[..., 0]
     lengths_PG = rewards_PG.long() + 1
+    # In every run a reward function may fail or take too long, and then gives None.
+    values_PGF[2, -1] = torch.nan
 
     def try_step(step: int) -> None:
         by_name = _named(names, values_PGF, lengths_PG, [columns] * 3, step)
@@ -115,8 +117,7 @@ def try_advantages(
                 "it draws or remembers is in no checkpoint, and may differ between ranks"
             )
         mixed_G, ones_G, _ = advantages_PG
-        tied_G = mixed_G[: G // 2]
-        if ones_G.std() > 1e-4 or abs(tied_G[0] - tied_G[-1]) > 1e-4:
+        if ones_G.std() > 1e-4 or abs(mixed_G[0] - mixed_G[G // 2 - 1]) > 1e-4:
             warn(
                 "warning: algorithm.advantages tells completions of a group apart that have "
                 "equal rewards and lengths: does it mix problems (axis 0), or rank ties?"

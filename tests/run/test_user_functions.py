@@ -354,19 +354,21 @@ def test_advantages_are_tried_on_columns_of_the_rows(tmp_path):
         "import torch\n"
         "def columns(rewards_PG, solution):\n    return rewards_PG / len(solution)\n"
         "def difficulty(rewards_PG, accuracy):\n"
-        "    p_P1 = accuracy.mean(dim=1, keepdim=True)\n"
+        "    p_P1 = accuracy.nanmean(dim=1, keepdim=True)\n"
         "    return rewards_PG * (p_P1 * (1 - p_P1)).sqrt()\n"
         "def no_eps(rewards_PG):\n"
         "    centred_PG = rewards_PG - rewards_PG.mean(dim=1, keepdim=True)\n"
         "    return centred_PG / rewards_PG.std(dim=1, keepdim=True)\n"
         "def wrong_sign(rewards_PG):\n"
-        "    return rewards_PG.mean(dim=1, keepdim=True) - rewards_PG\n"
+        "    return rewards_PG.nanmean(dim=1, keepdim=True) - rewards_PG\n"
+        "def plain_mean(rewards_PG):\n"
+        "    return rewards_PG - rewards_PG.mean(dim=1, keepdim=True)\n"
         "def by_the_mean(rewards_PG):\n"
         "    return rewards_PG / rewards_PG.mean(dim=1, keepdim=True) - 1\n"
         "def all_ones(rewards_PG):\n"
         "    return torch.ones_like(rewards_PG)\n"
         "def over_problems(rewards_PG):\n"
-        "    return rewards_PG - rewards_PG.mean(dim=0)\n"
+        "    return rewards_PG - rewards_PG.nanmean(dim=0)\n"
         "def rank_of_ties(rewards_PG):\n"
         "    return rewards_PG.flip(1).argsort(dim=1, stable=True).argsort(dim=1).flip(1).float()\n"
         "def trimmed(rewards_PG):\n"
@@ -419,6 +421,10 @@ def test_advantages_are_tried_on_columns_of_the_rows(tmp_path):
     assert "gives other advantages at a second call" in str(try_function("by_chance"))
     with pytest.raises(ValueError, match=r"nan, .* with the rewards \[0.0, 0.0, .*None"):
         try_function("by_the_mean")
+    with pytest.raises(
+        ValueError, match=r"the rewards \[0.0, .*, nan\]: does it take a mean where"
+    ):
+        try_function("plain_mean")
     for name in ("three", "no_name"):
         with pytest.raises(ValueError, match=r"a tuple must be \(tensor, {name: value}\), not "):
             try_function(name)
