@@ -236,8 +236,8 @@ def call_user_advantages(
             f"algorithm.advantages must return finite numbers, got "
             f"{advantages_PG[is_wrong_P][0].tolist()} for a group with the rewards "
             f"{rewards_PG[is_wrong_P][0].tolist()}: does it take a mean "
-            "where a reward is NaN (None) and nanmean is needed, or one over the problems (axis 0), "
-            "or divide or take a logarithm without a small number added?"
+            "where a reward is NaN (None) and nanmean is needed, or over the problems (axis 0), or "
+            "divide or take a logarithm without a small number added?"
         )
     return advantages_PG, own_metrics(metrics, is_finite_PG)
 

@@ -48,7 +48,7 @@ def main(argv: list[str]) -> None:
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="a column for rewards, and for the environment's reset",
+        help="a column for rewards, and for the environment's reset; answer=null: no answer",
     )
     options, overrides = parser.parse_known_args(argv)
     config, _ = config_of_models(
@@ -67,7 +67,7 @@ def main(argv: list[str]) -> None:
         if options.prompt is not None:
             try:
                 # Missing columns are reported before the model is loaded, which may take minutes.
-                rewards.check(columns, "the options --column")
+                rewards.check(columns, "the options --column (answer=null: none)")
             except ValueError as error:
                 if columns or config.environment:
                     raise
@@ -91,14 +91,14 @@ def name_and_value(item: str) -> tuple[str, Any]:
     """Split NAME=VALUE into the name and the value of a column.
 
     A value that is valid JSON is parsed, any other value is text. The value of ``answer`` is text,
-    or None for ``null``: a row without an answer.
+    or None for ``null``: a row without an answer. An empty value is None.
     """
     name, value = item.split("=", 1)
     # Rewards compare answers as text, so 007 and 7.0 must not become numbers.
     if name != "answer" or value == "null":
         with contextlib.suppress(ValueError):  # plain text
             return name, json.loads(value)
-    return name, value
+    return name, value or None
 
 
 def _sample(

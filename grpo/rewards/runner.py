@@ -486,9 +486,8 @@ class RewardRunner:
             result.failures[number] = len(failed_rows)
             result.first_errors[name] = trace.rstrip().rpartition("\n")[2]
             text = (
-                f"failed on {len(failed_rows)} of {len(result.values)} completions (logged once "
-                "per run); first for the prompt ending in "
-                f"'{str(scoring.inputs['prompts'][row])[-200:]}':\n{trace}"
+                f"failed on {len(failed_rows)} of {len(result.values)} completions (logged once); "
+                f"first for prompt '..{str(scoring.inputs['prompts'][row])[-200:]}':\n{trace}"
             )
             self._warn_once(call, answer, text)
 

@@ -80,7 +80,10 @@ def test_a_model_without_a_run_gets_the_prompt_alone(random_model, chat, tmp_pat
     arguments = [f"environment={ROOT}/tests/turns/user_tools.py:Counting", "reward.functions=[]"]
     code, shown, said = chat("--model", random_model, *SAMPLE, SHORT, *arguments)
     assert code == 2 and not shown
-    assert "reset of the environment needs the column(s) shelf; the options --column have" in said
+    assert (
+        "reset of the environment needs the column(s) shelf; the options --column (answer=null: none) have"
+        in said
+    )
 
 
 def test_a_completion_that_nothing_could_score_has_no_reward(tmp_path, random_model, chat):
@@ -92,7 +95,13 @@ def test_a_completion_that_nothing_could_score_has_no_reward(tmp_path, random_mo
 
 @pytest.mark.parametrize(
     ("item", "value"),
-    [("copy=27", 27), ("copy=a=b", "a=b"), ("answer=007", "007"), ("answer=null", None)],
+    [
+        ("copy=27", 27),
+        ("copy=a=b", "a=b"),
+        ("answer=007", "007"),
+        ("answer=null", None),
+        ("answer=", None),
+    ],
 )
 def test_a_column_is_json_or_text_and_the_answer_text_or_none(item, value):
     assert name_and_value(item) == (item.partition("=")[0], value)
