@@ -30,16 +30,18 @@ def show_step(run: Run, step: Step) -> None:
         batch.advantages_B,
         strict=True,
     )
-    begin = 0
+    is_later = False
     for group in step.groups:
         problem = group.problem
         # The prompt is decoded from the token ids, so that a wrong chat template or a doubled BOS
         # token shows.
         prompt = run.learner.policy.tokenizer.decode(problem.prompt_ids)
-        show(f"problem {problem.index}, {len(problem.prompt_ids)} tokens, as the model sees it:")
-        show(textwrap.indent(prompt[begin:], "  | "))
         # Prompts mostly begin alike: of the others the end is enough.
-        begin = -400
+        if is_later:
+            prompt = f"(the end of it) {prompt[-400:]}"
+        is_later = True
+        show(f"problem {problem.index}, {len(problem.prompt_ids)} tokens, as the model sees it:")
+        show(textwrap.indent(prompt, "  | "))
         show(f"columns of its row: {problem.columns!r:.500}")
         for g, completion in enumerate(group.completions):
             values, advantage = next(rows)

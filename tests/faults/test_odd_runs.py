@@ -30,7 +30,7 @@ def test_equal_groups_for_many_steps_move_nothing_but_weight_decay(capsys, tmp_p
     ]  # fmt: skip
     assert inside([*small_run(random_model, tmp_path / "run"), *options]) == 0
     shown = capsys.readouterr().out
-    equal = "all completions have the same reward"
+    equal = "all completions that have a reward have the same"
     # The advice stands in the hint, and not at the end again.
     assert shown.count(f"hint: {equal}. ") == shown.count(f"\nat end    {equal}\n") == 1
     assert shown.index("\nstep 3/") < shown.index(f"hint: {equal}") < shown.index("\nstep 4/")
