@@ -161,12 +161,12 @@ def _read_json(path: Path) -> list[dict]:
     return with_all_columns(json.loads(text), "rows must be JSON objects")
 
 
-def rows_from_table(table: Any, name: str, limit: int | None = None) -> list[dict]:
+def rows_from_table(table: Any, name: str, limit: int | None) -> list[dict]:
     """Return the rows of a list of mappings, a dataset of ``datasets`` or a pandas DataFrame.
 
     Args:
         name: the argument that held the table, for messages.
-        limit: largest number of rows to read. Default: all rows are read.
+        limit: largest number of rows to read. None: all rows are read.
 
     Raises:
         ValueError: the table has another type, or it has no length and no limit is given.

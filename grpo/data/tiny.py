@@ -125,7 +125,7 @@ def is_tiny_tokenizer(tokenizer: Any) -> bool:
     return tokenizer.get_vocab() == build_tokenizer().get_vocab()
 
 
-def build_tiny_model(task: str = "arithmetic") -> Path:
+def build_tiny_model(task: str) -> Path:
     """Return the folder of the tiny model for a task. The model is trained if the cache does not
     hold it.
 

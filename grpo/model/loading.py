@@ -168,7 +168,7 @@ def load_policy(
     tokenizer: PreTrainedTokenizerBase,
     *,
     device: torch.device,
-    precision: str = "bf16",
+    precision: str,
     attn_implementation: str = "sdpa",
     gradient_checkpointing: bool = False,
     trust_remote_code: bool = False,

@@ -53,11 +53,11 @@ COPIED_FIELDS = (
 """Fields of a completion's record that the page holds unchanged."""
 
 
-def build_page(runs: Sequence[RunData], *, reload_s: int | None = None) -> str:
+def build_page(runs: Sequence[RunData], *, reload_s: int | None) -> str:
     """Return the HTML file as ASCII text.
 
     Args:
-        reload_s: seconds after which an open page reloads itself. Default: it never reloads.
+        reload_s: seconds after which an open page reloads itself. None: it never reloads.
     """
     names = [run.name for run in runs]
     if len(set(names)) < len(names):

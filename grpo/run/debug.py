@@ -37,7 +37,7 @@ def show_step(run: Run, step: Step) -> None:
         # token shows.
         prompt = run.learner.policy.tokenizer.decode(problem.prompt_ids)
         # Prompts mostly begin alike: of the others the end is enough.
-        if is_later:
+        if is_later and prompt[400:]:
             prompt = f"(the end of it) {prompt[-400:]}"
         is_later = True
         show(f"problem {problem.index}, {len(problem.prompt_ids)} tokens, as the model sees it:")

@@ -315,7 +315,7 @@ EVERY_KEY = (
 
 def test_every_key_of_a_message_reaches_the_template():
     # every message has every key
-    arrow = rows_from_table(datasets.Dataset.from_list([{"prompt": HISTORY}]), "dataset")
+    arrow = rows_from_table(datasets.Dataset.from_list([{"prompt": HISTORY}]), "dataset", None)
     tokenizer = with_template(EVERY_KEY)
     for prompt in (HISTORY, arrow[0]["prompt"]):
         problem = problem_of(prompt, tokenizer)

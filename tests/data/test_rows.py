@@ -133,9 +133,9 @@ def test_rows_as_python_objects(tmp_path):
         pandas.DataFrame(rows),
         pandas.read_parquet(tmp_path / "d.parquet"),
     ):
-        assert repr(rows_from_table(given, "dataset")) == repr(expected)
+        assert repr(rows_from_table(given, "dataset", None)) == repr(expected)
     with pytest.raises(ValueError, match="dataset must be a list of mappings"):
-        rows_from_table("file.jsonl", "dataset")
+        rows_from_table("file.jsonl", "dataset", None)
 
 
 def test_endless_rows_are_read_up_to_the_limit_or_refused():
@@ -148,7 +148,7 @@ def test_endless_rows_are_read_up_to_the_limit_or_refused():
         with pytest.raises(
             ValueError, match=r"dataset has no length .*: set data.max_train_samples"
         ):
-            rows_from_table(table, "dataset")
+            rows_from_table(table, "dataset", None)
 
 
 def test_a_field_in_a_column_is_the_answer_or_the_prompt(tmp_path):

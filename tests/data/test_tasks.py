@@ -121,7 +121,10 @@ def test_text_survives_the_tokenizer_as_saved_and_as_read_back(cache):
     messages = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+2="}]
     # A character outside ASCII is its bytes; none vanishes.
     lengths = {"<think></think><answer></answer>": 4, "47+35=": 6, "é": 2, turns: 21}
-    for tokenizer in (build_tokenizer(), AutoTokenizer.from_pretrained(build_tiny_model())):
+    for tokenizer in (
+        build_tokenizer(),
+        AutoTokenizer.from_pretrained(build_tiny_model("arithmetic")),
+    ):
         ids = tokenizer.encode(text)
         assert tokenizer.decode(ids) == tokenizer.decode(ids, skip_special_tokens=True) == text
         assert {string: len(tokenizer.encode(string)) for string in lengths} == lengths
@@ -138,15 +141,15 @@ def test_text_survives_the_tokenizer_as_saved_and_as_read_back(cache):
 def test_a_second_build_is_read_from_the_cache_and_one_that_fails_leaves_nothing(
     cache, monkeypatch
 ):
-    first = build_tiny_model()
+    first = build_tiny_model("arithmetic")
     assert first.parent == cache / "grpo"
     modified = (first / "model.safetensors").stat().st_mtime_ns
-    assert build_tiny_model() == first
+    assert build_tiny_model("arithmetic") == first
     assert (first / "model.safetensors").stat().st_mtime_ns == modified
     other = build_tiny_model("countdown")
     monkeypatch.setitem(tiny.RECIPES, "arithmetic", replace(QUICK, num_heads=0))
     with pytest.raises(ZeroDivisionError):
-        build_tiny_model()
+        build_tiny_model("arithmetic")
     with pytest.raises(ValueError, match="unknown task"):
         build_tiny_model("sudoku")
     assert {*first.parent.iterdir()} == {first, other}, "nothing half-written is left"
@@ -155,7 +158,7 @@ def test_a_second_build_is_read_from_the_cache_and_one_that_fails_leaves_nothing
 def _build(cache) -> str:
     os.environ["XDG_CACHE_HOME"] = str(cache)
     tiny.RECIPES["arithmetic"] = QUICK
-    return str(build_tiny_model())
+    return str(build_tiny_model("arithmetic"))
 
 
 @pytest.mark.slow

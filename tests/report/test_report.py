@@ -15,7 +15,7 @@ from grpo.telemetry.records import append_line
 
 def data_of(*runs):
     """What the page of some runs shows."""
-    page = build_page(runs)
+    page = build_page(runs, reload_s=None)
     start = page.index('id="data">') + len('id="data">')
     return json.loads(page[start : page.index("</script>", start)])
 
@@ -103,7 +103,7 @@ def test_the_first_screen_names_the_run_and_says_where_evaluations_differ(tmp_pa
 def test_the_text_of_a_model_stays_text(tmp_path):
     run = read_run(write_run(tmp_path / "one"))
     run.name = NASTY
-    page = build_page([run, run])
+    page = build_page([run, run], reload_s=None)
     assert page.isascii()
     tags = []
     parser = html.parser.HTMLParser()

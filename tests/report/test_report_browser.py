@@ -41,7 +41,7 @@ def address(tmp_path_factory):
     folder = tmp_path_factory.mktemp("report")
     runs = [write_run(folder / "first", seed=1), write_run(folder / "second", seed=2, steps=9)]
     path = folder / "report.html"
-    path.write_text(build_page([read_run(run) for run in runs]), encoding="ascii")
+    path.write_text(build_page([read_run(run) for run in runs], reload_s=None), encoding="ascii")
     return path.as_uri()
 
 
@@ -169,6 +169,6 @@ def test_empty_and_single_runs_open_too(browser, tmp_path):
     empty = read_run(tmp_path / "none")
     path = tmp_path / "report.html"
     for shown in ([one], [empty], [one, empty]):
-        path.write_text(build_page(shown))
+        path.write_text(build_page(shown, reload_s=None))
         for page in opened(browser, path.as_uri()):
             assert "could not be shown" not in page.inner_text("body")
