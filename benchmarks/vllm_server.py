@@ -40,6 +40,8 @@ class Served:
             [Server(address, 600.0)],
             world=world,
             weights_folder="/dev/shm",
+            root=policy.model,
+            probe_ids=(),
         )
         self.inside = ExitStack()
         self.seconds = []
